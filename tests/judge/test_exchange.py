@@ -14,7 +14,6 @@ from freewheel.judge.engine import InFlightRequest
 from freewheel.judge.exchange import (
     ChatExchange,
     ChatRequest,
-    ChatStream,
     Relayed,
     RubricExchange,
 )
@@ -35,7 +34,7 @@ async def ask(judge: InlineJudge, *bodies: bytes) -> list[Any]:
     return await asyncio.gather(*(one(judge, ChatRequest(content)) for content in bodies))
 
 
-async def one(judge: InlineJudge, request: ChatRequest | ChatStream) -> Any:
+async def one(judge: InlineJudge, request: ChatRequest) -> Any:
     [answer] = await judge.ask([request])
     return answer
 
@@ -151,7 +150,7 @@ async def test_what_a_slow_reader_takes_is_not_the_judges_latency(mock: Any) -> 
             await asyncio.sleep(0.5)
 
     async with judge_at(mock().url) as judge:
-        await one(judge, ChatStream(body(stream=True), Slow()))
+        await one(judge, ChatRequest(body(stream=True), sink=Slow()))
         assert judge.stats().endpoints[0].latency_p99_s < 0.4
 
 
@@ -205,7 +204,7 @@ async def test_a_stream_reaches_its_sink_and_its_usage_the_accounts(mock: Any) -
     sink = Sink()
     asked = body(stream=True, stream_options={"include_usage": True})
     async with judge_at(running.url) as judge:
-        answer = await one(judge, ChatStream(asked, sink))
+        answer = await one(judge, ChatRequest(asked, sink=sink))
         stats = judge.stats()
     assert isinstance(answer, Relayed)
     assert b"".join(sink.chunks).rstrip().endswith(b"data: [DONE]")
@@ -225,7 +224,7 @@ async def test_a_stream_is_retried_until_its_first_byte_and_not_after(scripted: 
     server = scripted(play)
     sink = Sink()
     async with judge_at(server.url, attempt_timeout_s=0.3) as judge:
-        answer = await one(judge, ChatStream(body(stream=True), sink))
+        answer = await one(judge, ChatRequest(body(stream=True), sink=sink))
     assert len(server.seen) == 2
     assert b"".join(sink.chunks) == events
     assert isinstance(answer, Failed)
@@ -234,7 +233,7 @@ async def test_a_stream_is_retried_until_its_first_byte_and_not_after(scripted: 
 
 async def test_a_client_that_hangs_up_is_not_held_against_the_judge(mock: Any) -> None:
     async with judge_at(mock().url) as judge:
-        answer = await one(judge, ChatStream(body(stream=True), Sink(fails_at=0)))
+        answer = await one(judge, ChatRequest(body(stream=True), sink=Sink(fails_at=0)))
         stats = judge.stats()
     assert isinstance(answer, Failed)
     assert "hung up" in answer.detail
@@ -246,7 +245,7 @@ async def test_streams_take_slots_like_all_others(mock: Any) -> None:
     running = mock(latency_s=0.05, reject_above=4)
     async with judge_at(running.url, concurrency=4) as judge:
         sinks = [Sink() for _ in range(12)]
-        await asyncio.gather(*(one(judge, ChatStream(body(stream=True), sink)) for sink in sinks))
+        await asyncio.gather(*(one(judge, ChatRequest(body(stream=True), sink=sink)) for sink in sinks))
         assert judge.stats().max_in_flight <= 4
         assert judge.stats().throttled == 0
     assert all(sink.chunks for sink in sinks)

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,12 +29,11 @@ from freewheel.judge import (
     Skipped,
     Verdict,
 )
-from freewheel.judge import service as service_module
+from freewheel.judge import engine as engine_module
 from freewheel.judge import tracker as tracker_module
 from freewheel.judge.judge import STATS_TIMEOUT_S
-from freewheel.judge.service import Service
 from freewheel.judge.testing import RunningJudge
-from freewheel.judge.transport import ProcessLink
+from freewheel.judge.transport import Link
 
 Mock = Callable[..., RunningJudge]
 Make = Callable[..., Judge]
@@ -60,7 +58,7 @@ def until(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
 
 def child_pid(judge: Judge) -> int:
     link = judge._link
-    assert isinstance(link, ProcessLink)
+    assert isinstance(link, Link)
     until(lambda: link.child_pid is not None)
     pid = link.child_pid
     assert pid is not None
@@ -421,7 +419,7 @@ def test_after_its_end_the_link_writes_into_no_foreign_file(mock: Mock, make_jud
     judge = make_judge(mock().url)
     judge.submit(["a"]).result(WAIT_S)
     link = judge._link
-    assert isinstance(link, ProcessLink)
+    assert isinstance(link, Link)
     judge.close()
     files = [(tmp_path / str(n)).open("wb+", buffering=0) for n in range(20)]
     link.wake()
@@ -597,24 +595,19 @@ def test_the_childs_log_reaches_the_callers_logger(
 
 
 async def test_a_starved_thread_says_so_once_and_a_lively_one_does_not(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    mock: Mock, bench: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(service_module, "LAG_CHECK_S", 0.01)
-    monkeypatch.setattr(service_module, "LAG_SMOOTHING", 1 / 4)
-    monkeypatch.setattr(service_module, "REMEMBER_EVERY_S", 1e9)
-    config = JudgeConfig(endpoint="http://127.0.0.1:1", model="m", placement="thread", cache=False)
-    service = Service(config, 0.0, lambda message: None)
-    service._engine = SimpleNamespace(is_busy=lambda: True)  # type: ignore[assignment]
-    watch = asyncio.create_task(service._watch())
-    await asyncio.sleep(0.1)
-    assert "late" not in caplog.text
-    for _ in range(12):
-        time.sleep(0.15)  # the loop is held, as by a thread that keeps the interpreter to itself
-        await asyncio.sleep(0.02)
-    watch.cancel()
+    monkeypatch.setattr(engine_module, "LAG_SMOOTHING", 1 / 4)
+    async with bench(mock(hang_share=1.0).url, placement="thread") as engine:
+        engine.submit(["open"])
+        await asyncio.sleep(0.1)
+        assert "late" not in caplog.text
+        for _ in range(12):
+            time.sleep(0.15)  # the loop is held, as by a thread that keeps the interpreter to itself
+            await asyncio.sleep(0.03)
+        assert engine.engine.stats().loop_lag_s > engine_module.LAG_WARN_S
     (record,) = [r for r in caplog.records if "late" in r.getMessage()]
     assert record.name == "freewheel.judge" and "placement='process'" in record.getMessage()
-    assert service._lag_s > service_module.LAG_WARN_S
 
 
 def test_importing_the_judge_brings_nothing_heavy(script: Any) -> None:

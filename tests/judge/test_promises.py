@@ -44,15 +44,6 @@ async def test_a_throttled_endpoint_does_not_hold_up_what_another_can_take(
     assert time.monotonic() - began < 10, "Retry-After is one endpoint's affair"
 
 
-async def test_a_burst_of_failures_larger_than_the_budget_is_paid_for_by_the_replies_that_follow(
-    mock: Mock, bench: Any
-) -> None:
-    judge = mock(latency_s=0.05, error_share=1.0, faults_per_content=1)
-    async with bench(judge.url, concurrency="fixed:300") as engine:
-        verdicts = await engine.score([f"text {n}" for n in range(600)])
-    assert statuses(verdicts) == {"scored"}
-
-
 async def test_a_connection_that_the_server_had_closed_costs_no_attempt(bench: Any) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answers one request a connection, and drops the connection when the second one comes."""

@@ -14,7 +14,6 @@ import pytest
 
 from freewheel.judge import ConfigError, Endpoint, Failed, Judge, JudgeConfig
 from freewheel.judge.outcome import DETAIL_CHARS
-from freewheel.judge.transport import ProcessLink
 
 Make = Callable[..., Judge]
 WAIT_S = 30.0
@@ -91,7 +90,8 @@ def test_the_key_is_nowhere_but_in_memory(
     ]
     shown += [str(judge.config.to_dict()), str(stats.to_dict()), repr(stats), stats.line(), stats.prometheus()]
     shown += [pickle.dumps(judge).decode("latin-1"), pickle.dumps(judge.config).decode("latin-1")]
-    if isinstance(judge._link, ProcessLink):
+    if judge.config.placement == "process":
+        assert judge._link is not None
         for name in ("cmdline", "environ"):
             shown.append(Path(f"/proc/{judge._link.child_pid}/{name}").read_text("latin-1"))
     judge.close()
@@ -133,7 +133,8 @@ def test_a_key_from_the_environment_is_in_no_command_line(
     judge = make_judge(scripted(echo(replying)).url)
     (verdict,) = judge.submit(["halt 0"]).result(WAIT_S)
     assert "environment variable OPENAI_API_KEY" in verdict.detail and not leaks(verdict.detail)
-    if isinstance(judge._link, ProcessLink):
+    if judge.config.placement == "process":
+        assert judge._link is not None
         assert not leaks(Path(f"/proc/{judge._link.child_pid}/cmdline").read_text())
 
 

@@ -239,9 +239,9 @@ def test_at_the_end_everything_open_ends_and_nothing_more_is_accepted(
 def test_stats_answer_everyone_who_asked_and_survive_the_engine() -> None:
     tracker = RequestTracker()
     first = tracker.ask_stats()
-    assert drain(tracker) == [AskStats()] and tracker.has_asked_for_stats()
+    assert tracker.ask_stats() is first and drain(tracker) == [AskStats()]
     tracker.take(StatsReply(JudgeStats(scored=2)))
-    assert first.result(0).scored == tracker.last_stats.scored == 2 and not tracker.has_asked_for_stats()
+    assert first.result(0).scored == tracker.last_stats.scored == 2
     second = tracker.ask_stats()
     tracker.engine_lost()
     assert second.result(0).scored == 2 and drain(tracker) == []

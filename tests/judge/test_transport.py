@@ -33,12 +33,12 @@ from freewheel.judge.transport import (
     Cancel,
     Close,
     Configure,
+    EngineFailure,
     LogLine,
     Pipe,
     Results,
     Started,
     StatsReply,
-    Stopped,
     Submit,
     pack,
 )
@@ -62,8 +62,7 @@ TO_CALLER: list[Any] = [
     ),
     StatsReply(JudgeStats(submitted=3, failed={"auth": 1})),
     LogLine(30, "one\ntwo"),
-    Stopped(),
-    Stopped("why"),
+    EngineFailure("why"),
 ]
 
 
