@@ -153,26 +153,23 @@ class Engine:
     # -- life ---------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
+        config = self._config
+        self._loop = asyncio.get_running_loop()
         try:
-            self._start()
+            self._replies.open()
+            self._exchanges = {
+                JudgeRequest: RubricExchange(config, local_secret(self._replies.directory)),
+                ChatRequest: ChatExchange(config),
+            }
+            self._connector = open_connector(config)
+            for endpoint in config.endpoints:
+                state = EndpointState(config, endpoint, self._replies.recall(endpoint.url))
+                self._endpoints.append(state)
+                self._clients[state] = ChatClient(self._connector, config, endpoint)
         except BaseException:
             await self.close()
             raise
         self._tending = self._loop.create_task(self._tend())
-
-    def _start(self) -> None:
-        config = self._config
-        self._loop = asyncio.get_running_loop()
-        self._replies.open()
-        self._exchanges = {
-            JudgeRequest: RubricExchange(config, local_secret(self._replies.directory)),
-            ChatRequest: ChatExchange(config),
-        }
-        self._connector = open_connector(config)
-        for endpoint in config.endpoints:
-            state = EndpointState(config, endpoint, self._replies.recall(endpoint.url))
-            self._endpoints.append(state)
-            self._clients[state] = ChatClient(self._connector, config, endpoint)
 
     async def close(self) -> None:
         """End open requests as `Failed("cancelled")`, close connections and write the cache."""
@@ -492,8 +489,7 @@ class Engine:
 
     def _give_up(self, now: float) -> None:
         """Fail what no endpoint will take: all are halted, or none answered for a whole `request_deadline_s`."""
-        self._ready = deque(inflight for inflight in self._ready if not inflight.done)
-        queued = list(self._ready)
+        queued = [inflight for inflight in self._ready if not inflight.done]
         halts = [endpoint.halted for endpoint in self._endpoints if endpoint.halted is not None]
         if len(halts) == len(self._endpoints):
             for inflight in queued:

@@ -181,7 +181,8 @@ class Limiter:
         self._refusal_s = 0.0
         if memory is not None and not self._is_fixed:
             self._restore(memory)
-        self._limit = int(self._window)
+        self.limit = int(self._window)
+        """Number of requests that may be in flight now."""
         self._segment_count = 0
         self._segment_size: float = FIRST_SEGMENT
         self._segment_start = self._segment_latency_s = self._segment_square = self._segment_level = 0.0
@@ -203,13 +204,8 @@ class Limiter:
             levels=dict(self._levels),
         )
 
-    @property
-    def limit(self) -> int:
-        """Number of requests that may be in flight now."""
-        return self._limit
-
     def has_room(self) -> bool:
-        return self.in_flight < self._limit
+        return self.in_flight < self.limit
 
     def sent(self, now: float) -> Ticket:
         """A request is sent now."""
@@ -219,7 +215,7 @@ class Limiter:
                 # The cubic's clock starts with the first request, which may already cause a cut.
                 self._cut_at = now - EPOCH_RTT * self._rtt_s
         self.in_flight = in_flight = self.in_flight + 1
-        if self._refusals > REFUSALS_TOLERATED and in_flight >= self._limit:
+        if self._refusals > REFUSALS_TOLERATED and in_flight >= self.limit:
             self._probe(now)
         return (now, in_flight)
 
@@ -239,7 +235,7 @@ class Limiter:
         if self._is_fixed:
             return
         window = self._window
-        limit = self._limit
+        limit = self.limit
         if in_flight < limit * IN_USE or in_flight > limit + 1:  # not in use, or still draining after a cut
             self._start_segment(now)
             return
@@ -343,7 +339,7 @@ class Limiter:
 
     def _set_window(self, window: float) -> None:
         self._window = window = min(self._ceiling, max(1.0, window))
-        self._limit = int(window)
+        self.limit = int(window)
 
     def _start_segment(self, now: float) -> None:
         self._segment_start = now

@@ -322,7 +322,10 @@ class Link:
             if self._ending:
                 self._stop_engine()
                 return
-            while self._send is not None and not self._is_full() and (message := self._tracker.next()) is not None:
+            while self._send is not None and not (self._pipe is not None and self._pipe.is_full):
+                message = self._tracker.next()
+                if message is None:
+                    break
                 self._send(message)
             self._tracker.expire(time.monotonic())
             if self._timer is not None:
@@ -333,9 +336,6 @@ class Link:
                 self._timer = asyncio.get_running_loop().call_later(left_s, self._pump)
         except Exception as error:  # noqa: BLE001  # logged there
             self._break_down(error)
-
-    def _is_full(self) -> bool:
-        return self._pipe is not None and self._pipe.is_full
 
     def _take(self, send: Callable[[ToEngine], None], message: ToCaller) -> None:
         """Handle a message from the engine that takes messages through `send`."""
@@ -411,24 +411,18 @@ class Link:
         return code
 
     def _spawn(self) -> socket.socket:
-        if not sys.executable:
-            raise OSError("this Python does not know its own executable; use placement='thread'")
         # The child searches for modules where this process does, so it finds a rubric's own parser.
         path = os.pathsep.join(entry or "." for entry in sys.path)
         with _spawning:
             ours, theirs = socket.socketpair()
             with theirs:
-                try:
-                    self._child = subprocess.Popen(
-                        [sys.executable, "-P", "-m", "freewheel.judge.service", str(theirs.fileno())],
-                        pass_fds=[theirs.fileno()],
-                        stdin=subprocess.DEVNULL,
-                        stdout=subprocess.DEVNULL,
-                        env={**os.environ, "PYTHONPATH": path},
-                    )
-                except BaseException:
-                    ours.close()
-                    raise
+                self._child = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "freewheel.judge.service", str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    env={**os.environ, "PYTHONPATH": path},
+                )
         ours.setblocking(False)
         return ours
 
