@@ -138,13 +138,21 @@ async def test_connections_beyond_the_limit_are_refused_with_a_reason(mock: Mock
     assert (await gateway.chat("hi")).status == 200
 
 
-async def test_an_idle_connection_makes_way_for_a_new_one(mock: Mock, talk: Start, monkeypatch: pytest.MonkeyPatch):
+async def test_an_idle_connection_makes_way_for_a_new_one_and_a_busy_one_does_not(
+    mock: Mock, talk: Start, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("freewheel.gateway.connections.EVICT_IDLE_S", 0.0)
     gateway: Talk = await talk(mock().url, limits={"max_connections": 1})
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     await until(lambda: len(gateway.gateway._connections) == 1)
     assert (await gateway.chat("hi")).status == 200
     assert await reader.read() == b""
+    writer.close()
+    gateway = await talk(mock(latency_s=0.5).url, limits={"max_connections": 1})
+    busy = asyncio.create_task(gateway.chat("hi"))
+    await until(lambda: gateway.gateway._connections.busy == 1)
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    assert (await reader.read()).startswith(b"HTTP/1.1 503 ") and (await busy).status == 200
     writer.close()
 
 

@@ -187,6 +187,14 @@ def test_identical_requests_are_sent_once_in_and_across_batches_and_restarts(moc
     assert server.counts().received == 5 and again.stats().cache_hits_disk == 5
 
 
+@pytest.mark.parametrize("placement", ["thread"], indirect=True)
+def test_verdicts_do_not_wait_for_more_once_all_batches_are_answered(
+    mock: Mock, make_judge: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("freewheel.judge.service.LINGER_S", 1e6)
+    assert reasons(make_judge(mock().url).submit(texts(3)).result(WAIT_S)) == {"scored"}
+
+
 def test_large_and_odd_texts_arrive(mock: Mock, make_judge: Make) -> None:
     class Text(str):
         pass

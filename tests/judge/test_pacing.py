@@ -12,6 +12,7 @@ from multidict import CIMultiDict
 from freewheel.judge.pacing import (
     BASE_BACKOFF_S,
     MAX_BACKOFF_S,
+    MOST_PAUSE_S,
     RETRY_AFTER_SPREAD,
     HeaderBudget,
     Pacer,
@@ -161,8 +162,9 @@ def test_a_burst_of_refusals_counts_once() -> None:
     for index in range(50):
         pacer.sent(index * 0.02, 0)
     for _ in range(10):
-        pacer.rejected(1.0, 1.0)
-    assert len(send_for(pacer, 10.0, start=2.0)) > 450, "one refusal leaves 48 per second"
+        pacer.rejected(1.0, 3600.0)
+    assert 1.0 < pacer.ready_at(1.0, 0) <= 1.0 + MOST_PAUSE_S, "the pause is short, whatever the server requests"
+    assert len(send_for(pacer, 10.0, start=3.0)) > 450, "one refusal leaves 48 per second"
 
 
 def test_a_pace_that_nothing_refuses_any_more_is_forgotten() -> None:
@@ -185,6 +187,9 @@ def test_headers_bind_only_when_little_is_left() -> None:
     for _ in range(300):
         assert pacer.ready_at(0.01, 0) <= 0.01
         pacer.sent(0.01, 0)
+    pacer.observed(0.01, RateHeaders(HeaderBudget(600.0, 0.0, 60.0)))
+    pacer.observed(0.01, RateHeaders(HeaderBudget(600.0, 60.0, 60.0)))  # a reply that was delayed
+    assert pacer.ready_at(0.01, 0) > 0.01
     pacer.observed(0.01, RateHeaders(HeaderBudget(600.0, 0.0, 60.0)))
     assert pacer.ready_at(0.01, 0) == pytest.approx(0.11)
     assert len(send_for(pacer, 10.0, start=0.01)) == pytest.approx(100, abs=2)
