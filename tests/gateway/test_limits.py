@@ -211,7 +211,7 @@ async def test_clients_that_come_and_go_at_random_leave_nothing_behind(mock: Moc
     assert set(ends) == {"200", "left"} and min(ends.values()) > 50
     own = gateway.gateway
     await until(lambda: own._connections.busy == 0 and judge.counts().in_flight == 0)
-    assert (own._load.requests, own._load.bytes, own.judge.engine.is_busy()) == (0, 0, False)
+    assert (own._load.requests, own._load.bytes, own.judge.engine._batches) == (0, 0, {})
     stats = own.judge.stats()
     assert (stats.queued, stats.in_flight) == (0, 0)
     assert stats.scored + stats.relayed + sum(stats.failed.values()) == stats.submitted

@@ -220,15 +220,6 @@ async def test_a_reply_that_is_no_completion_is_requested_again(scripted: Any, b
     assert verdict.value == 7.0 and verdict.attempts == len(judge.seen) == 2
 
 
-async def test_a_mix_of_all_faults_ends_scored(mock: Mock, bench: Any) -> None:
-    judge = mock(seed=3, error_share=0.1, disconnect_share=0.05, truncate_share=0.05, garbage_share=0.05,
-                 wrong_type_share=0.05, hang_share=0.03, faults_per_content=3)  # fmt: skip
-    async with bench(judge.url, attempt_timeout_s=3.0) as engine:
-        verdicts = await engine.score(texts(120))
-    assert reasons(verdicts) == {"scored"}
-    assert all(count.answered == 1 for count in judge.counts().contents.values())
-
-
 @pytest.mark.parametrize(
     ("profile", "settings", "expected", "received", "detail"),
     [
@@ -264,15 +255,16 @@ async def test_a_second_ask_reminds_the_judge_of_the_form(mock: Mock, bench: Any
 
 
 async def test_retry_after_is_waited_for_without_a_slot_and_costs_no_attempt(mock: Mock, bench: Any) -> None:
-    judge = mock(throttle_bursts=((0.0, 0.2),), retry_after_s=1.5)
+    judge = mock(throttle_bursts=((0.0, 0.2),), retry_after_s=2.0)
     began = time.monotonic()
     async with bench(judge.url, concurrency="fixed:1", max_attempts=1) as engine:
         first = engine.submit(["waits"])
-        await until(lambda: judge.counts().rejected == 1 and time.monotonic() > began + 0.25)
+        await until(lambda: judge.counts().rejected == 1)
+        await asyncio.sleep(0.25)  # the burst is over
         assert reasons(await engine.score(["passes"])) == {"scored"}
         assert (first, 0) not in engine.verdicts
         (verdict,) = await engine.result(first, 1)
-    assert (verdict.status, verdict.attempts) == ("scored", 2) and time.monotonic() - began >= 1.5
+    assert (verdict.status, verdict.attempts) == ("scored", 2) and time.monotonic() - began >= 2.0
 
 
 async def test_replies_are_read_as_they_are_meant(scripted: Any, replying: Any, bench: Any) -> None:

@@ -266,11 +266,6 @@ def test_a_setting_that_fails_only_at_the_start_is_reported_and_nothing_hangs(
     until(lambda: threading.active_count() <= threads)
 
 
-def test_an_unreachable_host_is_unavailable(make_judge: Make) -> None:
-    (verdict,) = make_judge(UNREACHABLE, max_attempts=2).submit(["a"]).result(WAIT_S)
-    assert isinstance(verdict, Failed) and (verdict.reason, verdict.attempts) == ("unavailable", 2)
-
-
 # -- deadlines -------------------------------------------------------------------------------------------------------
 
 

@@ -245,36 +245,6 @@ def test_a_fork_right_after_the_first_submit_harms_neither(mock: Mock, script: A
     assert (code, out) == (0, "1\n")
 
 
-def test_a_judge_goes_to_a_spawned_process(mock: Mock, script: Any, placement: str) -> None:
-    server = mock(api_key="sk-from-the-environment")
-    process = script(
-        START
-        + """
-    import multiprocessing
-
-    def work(judge, queue):
-        with judge:
-            queue.put([v.status for v in judge.submit(["there"]).result(20)])
-
-    if __name__ == "__main__":
-        context = multiprocessing.get_context("spawn")
-        with Judge(config) as judge:
-            say(judge.submit(["here"]).result(20)[0].status)
-            queue = context.Queue()
-            other = context.Process(target=work, args=(judge, queue), daemon=True)
-            other.start()
-            say(queue.get(timeout=20))
-            other.join(20)
-            say(other.exitcode)
-    """,
-        server.url,
-        placement,
-        env={"OPENAI_API_KEY": "sk-from-the-environment"},
-    )
-    code, out, err = ends(process)
-    assert (code, out, err) == (0, "scored\n['scored']\n0\n", "")
-
-
 def test_a_shells_small_limit_of_open_files_does_not_bound_the_concurrency(mock: Mock, script: Any) -> None:
     server = mock(latency_s=0.3)
     process = script(

@@ -269,9 +269,6 @@ class Engine:
             endpoints=[endpoint.snapshot() for endpoint in self._endpoints],
         )
 
-    def is_busy(self) -> bool:
-        return bool(self._batches)
-
     @property
     def spent(self) -> float:
         return self._spent_before + sum(endpoint.stats.cost for endpoint in self._endpoints)
@@ -417,34 +414,26 @@ class Engine:
     def _retry_or_fail(self, inflight: InFlightRequest, permit: Permit, failure: Failure, now: float) -> None:
         """One call failed: try elsewhere, wait and try again, or give up, as the failure's kind demands."""
         kind, endpoint = failure.kind, permit.endpoint
-        inflight.last = failure.detail
-        inflight.avoid = endpoint
-        if kind in HALTS:
-            if endpoint.halted is failure:
-                log.error("nothing more is sent to the judge: %s", failure.detail)
-            if all(other.halted is not None for other in self._endpoints):
-                self._fail(inflight, REASONS[kind], failure.detail)
-            else:
-                self._ready.appendleft(inflight)
-            return
-        if kind in FINAL or inflight.committed:
-            self._fail(inflight, REASONS[kind], failure.detail)
-            return
+        inflight.last, inflight.avoid = failure.detail, endpoint
+        if endpoint.halted is failure:
+            log.error("nothing more is sent to the judge: %s", failure.detail)
         if kind is Kind.STALE:
             inflight.stales += 1
+        elif kind in WAITS:
+            inflight.throttles += 1
+        elif kind not in HALTS:
+            inflight.faults += not permit.probe  # the endpoint was known to be down: not this request's fault
+            inflight.timeouts += kind is Kind.TIMEOUT
+        gives_up = kind in FINAL or inflight.committed or inflight.faults >= self._config.max_attempts
+        if gives_up or (kind in HALTS and all(other.halted is not None for other in self._endpoints)):
+            self._fail(inflight, REASONS[kind], failure.detail)
+            return
+        if kind is Kind.STALE or kind in HALTS:
             self._stats.retries += 1
             self._ready.appendleft(inflight)
             return
-        if kind in WAITS:
-            inflight.throttles += 1
-            wait_s = backoff_s(inflight.throttles, failure.retry_after_s, random.random)
-        else:
-            inflight.faults += not permit.probe  # the endpoint was known to be down: not this request's fault
-            inflight.timeouts += kind is Kind.TIMEOUT
-            if inflight.faults >= self._config.max_attempts:
-                self._fail(inflight, REASONS[kind], failure.detail)
-                return
-            wait_s = backoff_s(max(1, inflight.faults), failure.retry_after_s, random.random)
+        failures = inflight.throttles if kind in WAITS else max(1, inflight.faults)
+        wait_s = backoff_s(failures, failure.retry_after_s, random.random)
         if any(other.works() for other in self._endpoints if other is not endpoint):
             inflight.avoid_until = now + wait_s
             wait_s = min(wait_s, ELSEWHERE_S)

@@ -119,7 +119,6 @@ PROBE_GROWTH = 2.0
 UNKNOWN_RTT_S = 1.0
 """Assumed round trip until the first success: the usual order of a judge's latency."""
 
-_QUIET_DOUBLINGS = 1 + math.ceil(math.log2(QUIET_MOST_RTT / QUIET_FIRST_RTT))
 _WATCHED_MASK = (1 << REPLIES_WATCHED) - 1
 _FAULTS_TO_CUT = math.ceil(FAULT_SHARE * REPLIES_WATCHED)
 _BREAKS_TO_CUT = math.ceil(BREAK_SHARE * REPLIES_WATCHED)
@@ -307,7 +306,7 @@ class Limiter:
         self._refusal_s = now - ticket[0]
         excess = self._refusals - REFUSALS_TOLERATED
         if excess > 0 and self.in_flight < PROBES:
-            silence = QUIET_MOST_RTT if excess >= _QUIET_DOUBLINGS else QUIET_FIRST_RTT * 2.0 ** (excess - 1)
+            silence = min(QUIET_MOST_RTT, QUIET_FIRST_RTT * 2.0 ** min(excess - 1, 10))
             self.quiet_until = now + silence * (self._rtt_s or UNKNOWN_RTT_S)
 
     def _probe(self, now: float) -> None:
