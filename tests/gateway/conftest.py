@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -19,6 +21,11 @@ from freewheel.gateway.server import Gateway
 from freewheel.judge import JudgeConfig, Secret
 from freewheel.judge.testing import JudgeProfile, MockJudge, RunningJudge
 
+Mock = Callable[..., RunningJudge]
+Start = Callable[..., Any]
+
+CHAT = "/v1/chat/completions"
+TOKEN = "the-gateways-own-token"
 MODEL = "mock-judge"
 WAIT_S = 60.0
 """Longer than anything here takes on a busy machine."""
@@ -36,6 +43,12 @@ def mock() -> Iterator[Callable[..., RunningJudge]]:
         yield lambda **profile: stack.enter_context(MockJudge(JudgeProfile(**profile)).in_thread())
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
 def chat(content: str, **fields: Any) -> dict[str, Any]:
     """As judge code sends it: with `temperature` 0, equal ones are one."""
     return {"model": MODEL, "messages": [{"role": "user", "content": content}], "temperature": 0, **fields}
@@ -51,23 +64,25 @@ class Talk:
         self.url = f"http://127.0.0.1:{port}"
 
     async def post(self, path: str, body: Any, **options: Any) -> Reply:
-        content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        async with self.session.post(self.url + path, data=content, **options) as reply:
-            return Reply(reply.status, reply.headers, await reply.read())
+        plain = isinstance(body, dict | list | str)
+        return await self._request("POST", path, data=json.dumps(body).encode() if plain else body, **options)
 
     async def get(self, path: str, **options: Any) -> Reply:
-        async with self.session.get(self.url + path, **options) as reply:
-            return Reply(reply.status, reply.headers, await reply.read())
+        return await self._request("GET", path, **options)
 
     async def chat(self, content: str, *, headers: dict[str, str] | None = None, **fields: Any) -> Reply:
-        return await self.post("/v1/chat/completions", chat(content, **fields), headers=headers)
+        return await self.post(CHAT, chat(content, **fields), headers=headers)
+
+    async def _request(self, method: str, path: str, **options: Any) -> Reply:
+        async with self.session.request(method, self.url + path, **options) as reply:
+            return Reply(reply.status, reply.headers, await reply.read())
 
 
+@dataclass
 class Reply:
-    def __init__(self, status: int, headers: Any, content: bytes) -> None:
-        self.status = status
-        self.headers = headers
-        self.content = content
+    status: int
+    headers: Any
+    content: bytes
 
     @property
     def json(self) -> Any:
@@ -117,10 +132,6 @@ class Program:
     @property
     def url(self) -> str:
         return str(self.ready["url"])
-
-    @property
-    def base_url(self) -> str:
-        return str(self.ready["endpoint"])
 
     def wait_ready(self) -> Program:
         assert self.process.stdout is not None

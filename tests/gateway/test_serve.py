@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -17,17 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.main import get_command
 
-from freewheel.gateway.limits import TOKEN_ENV
-from freewheel.judge.testing import RunningJudge
+from freewheel.cli import app
+from freewheel.gateway.limits import TOKEN_ENV, Limits
+from freewheel.gateway.server import DEFAULT_HOST, DEFAULT_PORT
 
-from .conftest import MODEL, WAIT_S, Program, chat
+from .conftest import CHAT, MODEL, TOKEN, WAIT_S, Mock, Program, chat
 
-Mock = Callable[..., RunningJudge]
 Begin = Callable[..., Program]
-
-CHAT = "/v1/chat/completions"
-TOKEN = "the-gateways-own-token"
 
 CLIENT = """
 import asyncio, json, sys, aiohttp
@@ -44,19 +41,11 @@ asyncio.run(main())
 """
 
 
-def post(url: str, body: Any, **headers: str) -> tuple[int, Any]:
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+def ask(url: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+    """POST `body` as JSON, or GET without one. Returns status and JSON."""
+    request = urllib.request.Request(url, None if body is None else json.dumps(body).encode(), headers)
     try:
         with urllib.request.urlopen(request, timeout=WAIT_S) as reply:
-            return reply.status, json.loads(reply.read())
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, json.loads(error.read())
-
-
-def get(url: str) -> tuple[int, Any]:
-    try:
-        with urllib.request.urlopen(url, timeout=WAIT_S) as reply:
             return reply.status, json.loads(reply.read())
     except urllib.error.HTTPError as error:
         with error:
@@ -70,153 +59,140 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def asking(url: str, count: int) -> list[Future[tuple[int, Any]]]:
-    """Requests in threads of their own, which nobody has to wait for."""
-    futures: list[Future[tuple[int, Any]]] = []
-    for number in range(count):
-        future: Future[tuple[int, Any]] = Future()
-
-        def run(future: Future[tuple[int, Any]] = future, number: int = number) -> None:
-            try:
-                future.set_result(post(url + CHAT, chat(f"question {number}")))
-            except OSError as error:
-                future.set_exception(error)
-
-        threading.Thread(target=run, daemon=True).start()
-        futures.append(future)
-    return futures
-
-
 # -- start ------------------------------------------------------------------------------------------------------------
 
 
-def test_other_machines_are_refused_at_the_start_without_a_token(program: Begin):
-    code, said = program("http://127.0.0.1:9/v1", "--host", "0.0.0.0").end()
-    assert code == 2
-    assert said.startswith("freewheel: error: --host = '0.0.0.0': ") and f"set {TOKEN_ENV}" in said
-
-
-def test_a_token_variable_that_is_named_must_be_set(program: Begin):
-    code, said = program("http://127.0.0.1:9/v1", "--token-env", "NO_SUCH_VARIABLE").end()
-    assert code == 2 and "NO_SUCH_VARIABLE" in said
-
-
-def test_a_port_that_is_taken_is_said_so(program: Begin):
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--host", "0.0.0.0"], f"set {TOKEN_ENV}"),
+        (["--token-env", "NO_SUCH_VARIABLE"], "NO_SUCH_VARIABLE"),
+        (["--max-connections", 0], "max_connections"),
+        (["--concurrency", "many"], "concurrency"),
+        (["--rubric", "nope"], "rubric"),
+        (["--port", 8911, "--endpoint", "http://localhost:8911/v1"], "this gateway itself"),
+        (["--port", "taken"], "it cannot listen there"),
+    ],
+    ids=lambda given: str(given[0]) if isinstance(given, list) else "",
+)
+def test_a_setting_that_cannot_work_ends_it_with_its_name(program: Begin, flags: list[Any], message: str):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        code, said = program("http://127.0.0.1:9/v1", "--port", taken.getsockname()[1]).end()
-    assert code == 2
-    assert "it cannot listen there" in said and "Traceback" not in said
-
-
-def test_a_setting_that_cannot_work_ends_it_without_a_traceback(program: Begin):
-    for flags in (["--max-connections", 0], ["--concurrency", "many"], ["--rubric", "nope"]):
+        flags = [taken.getsockname()[1] if flag == "taken" else flag for flag in flags]
         code, said = program("http://127.0.0.1:9/v1", *flags).end()
-        assert code == 2 and "Traceback" not in said
-
-
-def test_a_gateway_is_not_its_own_judge(program: Begin):
-    code, said = program("http://localhost:8911/v1", "--port", 8911).end()
-    assert code == 2 and "this gateway itself" in said
+    assert code == 2 and message in said and "Traceback" not in said
 
 
 def test_it_takes_its_judge_from_a_config_file(mock: Mock, program: Begin, tmp_path: Path):
-    judge = mock()
     file = tmp_path / "judge.toml"
     file.write_text('reasks = 0\nrubric = "yes_no"\n')
-    gateway = program(judge.url, "--config", file).wait_ready()
-    assert post(gateway.url + "/score", {"response": "a"})[1]["verdicts"][0]["reason"] == "unparseable"
+    gateway = program(mock().url, "--config", file).wait_ready()
+    assert ask(gateway.url + "/score", {"response": "a"})[1]["verdicts"][0]["reason"] == "unparseable"
 
 
-def test_the_token_is_asked_for_and_shows_nowhere(mock: Mock, program: Begin):
+def test_the_token_is_required_and_shows_nowhere(mock: Mock, program: Begin):
     gateway = program(mock().url, env={TOKEN_ENV: TOKEN}).wait_ready()
-    assert post(gateway.url + CHAT, chat("hi"))[0] == 401
-    assert post(gateway.url + CHAT, chat("hi"), Authorization="Bearer wrong")[0] == 401
-    assert post(gateway.url + CHAT, chat("hi"), Authorization=f"Bearer {TOKEN}")[0] == 200
+    for header, status in (("", 401), ("Bearer wrong", 401), (f"Bearer {TOKEN}", 200)):
+        assert ask(gateway.url + CHAT, chat("hi"), Authorization=header)[0] == status
     assert TOKEN not in json.dumps(gateway.ready)
     gateway.tell()
     code, said = gateway.end()
     assert code == 0 and TOKEN not in said
 
 
+def test_the_help_and_the_docs_name_the_defaults_that_hold():
+    limits, mib = Limits(), Limits().max_body_bytes >> 20
+    serve = get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    help_of = {option.name: option.help for option in serve.params}
+    for flag, default in {
+        "host": DEFAULT_HOST, "port": DEFAULT_PORT, "drain_s": f"{limits.drain_s:g}", "max_body_bytes": f"{mib} MiB",
+        "max_connections": limits.max_connections, "max_waiting": limits.max_waiting,
+    }.items():  # fmt: skip
+        assert f"({default})" in help_of[flag]
+    page = (Path(__file__).parents[2] / "docs/gateway.md").read_text()
+    for line in (
+        f"http://{DEFAULT_HOST}:{DEFAULT_PORT}/v1",
+        f"| {mib} MiB a body",
+        f"| {limits.max_connections:,} connections |",
+        f"| {limits.max_waiting:,} open judgements |",
+        f"| {limits.max_waiting_bytes >> 20} MiB of bodies waiting |",
+        f"| {limits.header_timeout_s:g} s for the first headers, {limits.body_timeout_s:g} s for a body |",
+        f"| {limits.write_timeout_s:g} s without reading the reply |",
+        f"`--drain-s` ({limits.drain_s:g} s)",
+    ):
+        assert line in page
+
+
 # -- many processes ---------------------------------------------------------------------------------------------------
 
 
-def test_eight_processes_that_ask_the_same_pay_once(mock: Mock, program: Begin):
+def test_eight_processes_and_the_next_gateway_pay_once_for_equal_requests(mock: Mock, program: Begin):
     judge = mock(latency_s=0.2)
-    gateway = program(judge.url).wait_ready()
-    command = [sys.executable, "-c", CLIENT, gateway.url + CHAT, "30", MODEL]
-    with ThreadPoolExecutor(8) as pool:
-        done = list(pool.map(lambda _: subprocess.run(command, capture_output=True, timeout=WAIT_S), range(8)))
-    assert [one.stderr for one in done] == [b""] * 8
-    assert len({one.stdout for one in done}) == 1
-    assert judge.counts().received == 30
-
-
-def test_a_second_gateway_finds_what_the_first_had_paid_for(mock: Mock, program: Begin):
-    judge = mock()
-    for _ in range(2):
+    for clients in (8, 1):
         gateway = program(judge.url).wait_ready()
-        assert post(gateway.url + CHAT, chat("hi"))[0] == 200
+        command = [sys.executable, "-c", CLIENT, gateway.url + CHAT, "30", MODEL]
+        with ThreadPoolExecutor(clients) as pool:
+            done = list(
+                pool.map(lambda _, c=command: subprocess.run(c, capture_output=True, timeout=WAIT_S), range(clients))
+            )
+        assert [one.stderr for one in done] == [b""] * clients and len({one.stdout for one in done}) == 1
+        assert judge.counts().received == 30
         gateway.tell()
         assert gateway.end()[0] == 0
-    assert judge.counts().received == 1
 
 
 # -- end --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def asking(mock: Mock, program: Begin):
+    """Starts a gateway and requests to it: `gateway, judge, replies = asking(10, latency_s=2.0)`."""
+    with ThreadPoolExecutor(10) as pool:
+
+        def begin(count: int, *flags: object, **profile: Any) -> tuple[Program, Any, list[Future[tuple[int, Any]]]]:
+            judge = mock(**profile)
+            gateway = program(judge.url, *flags).wait_ready()
+            replies = [pool.submit(ask, gateway.url + CHAT, chat(f"question {number}")) for number in range(count)]
+            until(lambda: judge.counts().in_flight == count)
+            return gateway, judge, replies
+
+        yield begin
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_open_requests_end_well_after_a_signal_and_new_ones_are_sent_away(mock: Mock, program: Begin, number: int):
-    judge = mock(latency_s=2.0)
-    gateway = program(judge.url).wait_ready()
-    replies = asking(gateway.url, 10)
-    until(lambda: judge.counts().in_flight == 10)
+def test_open_requests_finish_after_a_signal_and_new_ones_are_refused(asking: Any, number: int):
+    gateway, judge, replies = asking(10, latency_s=2.0)
     gateway.tell(number)
-    until(lambda: get(gateway.url + "/healthz")[0] == 503)
-    assert get(gateway.url + "/healthz")[1]["status"] == "draining"
-    status, told = post(gateway.url + CHAT, chat("too late"))
+    until(lambda: ask(gateway.url + "/healthz")[0] == 503)
+    assert ask(gateway.url + "/healthz")[1]["status"] == "draining"
+    status, told = ask(gateway.url + CHAT, chat("too late"))
     assert (status, told["error"]["code"]) == (503, "draining")
     assert [reply.result(WAIT_S)[0] for reply in replies] == [200] * 10
     code, said = gateway.end()
-    assert code == 0
-    assert "shutting down" in said and "10 calls" in said
+    assert code == 0 and "shutting down" in said and "10 calls" in said
     assert judge.counts().answered == 10
 
 
-def test_what_outlasts_the_drain_ends_as_a_503(mock: Mock, program: Begin):
-    judge = mock(latency_s=60.0)
-    gateway = program(judge.url, "--drain-s", 0.5).wait_ready()
-    replies = asking(gateway.url, 3)
-    until(lambda: judge.counts().in_flight == 3)
+@pytest.mark.parametrize(("drain_s", "signals"), [(0.5, 1), (50, 2)], ids=["drain over", "second signal"])
+def test_requests_that_outlast_the_drain_end_as_a_503(asking: Any, drain_s: float, signals: int):
+    gateway, judge, replies = asking(3, "--drain-s", drain_s, latency_s=60.0)
+    began = time.monotonic()
     gateway.tell()
+    if signals == 2:
+        until(lambda: ask(gateway.url + "/healthz")[0] == 503)
+        gateway.tell()
     for reply in replies:
         status, told = reply.result(WAIT_S)
         assert (status, told["error"]["code"]) == (503, "draining")
-    assert gateway.end()[0] == 0
+    assert gateway.end()[0] == 0 and time.monotonic() - began < 10
     until(lambda: judge.counts().in_flight == 0)
-
-
-def test_a_second_signal_ends_the_drain_at_once(mock: Mock, program: Begin):
-    judge = mock(latency_s=60.0)
-    gateway = program(judge.url, "--drain-s", 50).wait_ready()
-    replies = asking(gateway.url, 3)
-    until(lambda: judge.counts().in_flight == 3)
-    gateway.tell()
-    until(lambda: get(gateway.url + "/healthz")[0] == 503)
-    began = time.monotonic()
-    gateway.tell()
-    assert gateway.end()[0] == 0
-    assert time.monotonic() - began < 10
-    assert {reply.result(WAIT_S)[0] for reply in replies} == {503}
 
 
 def test_an_idle_gateway_ends_at_once(mock: Mock, program: Begin):
     gateway = program(mock().url).wait_ready()
-    connection = socket.create_connection(("127.0.0.1", gateway.ready["port"]))
-    began = time.monotonic()
-    gateway.tell()
-    assert gateway.end()[0] == 0
-    assert time.monotonic() - began < 10
-    connection.close()
+    with socket.create_connection(("127.0.0.1", gateway.ready["port"])):
+        began = time.monotonic()
+        gateway.tell()
+        assert gateway.end()[0] == 0
+        assert time.monotonic() - began < 10

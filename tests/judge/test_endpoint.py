@@ -41,16 +41,8 @@ def fail(one: EndpointState, kind: Kind, times: int = 1, now: float = 0.0) -> No
         one.failed(one.send(now, 400), now, Failure(kind, "detail"))
 
 
-def test_room_is_what_the_concurrency_says() -> None:
-    one = state(concurrency="fixed:3")
-    for _ in range(3):
-        assert one.ready_at(0.0, 10) <= 0.0
-        one.send(0.0, 10)
-    assert one.ready_at(0.0, 10) == NEVER
-
-
 @given(st.lists(st.sampled_from([*Kind, "reply", "drop"]), max_size=120))
-def test_the_books_balance_whatever_happens_to_the_calls(events: list[Kind | str]) -> None:
+def test_the_accounts_balance_whatever_happens_to_the_calls(events: list[Kind | str]) -> None:
     one = state(prices={"m": {"input": 1000.0, "output": 1000.0}})
     now = 0.0
     for number, event in enumerate(events):
@@ -75,7 +67,7 @@ def test_the_books_balance_whatever_happens_to_the_calls(events: list[Kind | str
 
 
 @pytest.mark.parametrize("kind", list(Kind))
-def test_only_an_unwell_endpoint_opens_the_breaker_and_only_a_refusal_halts(kind: Kind) -> None:
+def test_only_an_endpoint_with_a_fault_opens_the_breaker_and_only_a_refusal_halts(kind: Kind) -> None:
     one = state()
     fail(one, kind, times=12)
     assert (one.breaker.state is State.OPEN) == (kind in INFRA)
@@ -96,25 +88,21 @@ def test_a_halted_endpoint_sends_nothing_until_it_is_reconsidered_and_then_one()
     assert one.works() and one.ready_at(1.0, 10) <= 1.0
 
 
-def test_a_reply_without_usage_costs_its_estimate() -> None:
-    one = state(prices={"m": {"input": 1.0, "output": 1.0}})
-    permit = one.send(0.0, 4_000_000)
-    one.replied(permit, 1.0, Reply("7", Usage()), 4_000_000)
-    assert one.stats.cost == pytest.approx(permit.reserved_cost) and one.stats.cost > 0.9
-
-
-def test_what_a_call_may_cost_follows_the_prompts_and_the_longest_reply_seen() -> None:
+def test_the_cost_of_a_call_is_bounded_by_its_longest_reply_and_estimated_without_usage() -> None:
     one = state(prices={"m": {"input": 1e6, "output": 1e6}})
     assert not one.knows_cost()
     for tokens in (10, 4000, *[10] * 200):
         one.replied(one.send(0.0, 1000), 0.1, Reply("7", Usage(500, tokens)), 1000)
     assert one.knows_cost() and one.most_cost(1000) == pytest.approx(4500, rel=0.01)
+    before, permit = one.stats.cost, one.send(0.0, 1000)
+    one.replied(permit, 1.0, Reply("7", Usage()), 1000)
+    assert one.stats.cost - before == pytest.approx(permit.reserved_cost) and permit.reserved_cost > 4000
     for settings in ({"max_tokens": 7}, {"sampling": {"max_completion_tokens": 7}}):
         bounded = state(prices={"m": {"input": 0.0, "output": 1e6}}, **settings)
         assert bounded.knows_cost() and bounded.most_cost(1000) == 7
 
 
-def test_requests_per_minute_of_the_endpoint_win_over_the_judges() -> None:
+def test_an_endpoints_own_requests_per_minute_override_the_judges() -> None:
     own, common = states(
         Endpoint(url="http://a", requests_per_minute=60), Endpoint(url="http://b"), requests_per_minute=6000
     )
@@ -129,6 +117,9 @@ def test_requests_per_minute_of_the_endpoint_win_over_the_judges() -> None:
     assert burst(own) < 5 < burst(common)
 
 
+# -- choosing --------------------------------------------------------------------------------------------------------
+
+
 def choose(candidates: list[EndpointState], count: int) -> Counter[str]:
     chosen: Counter[str] = Counter()
     for _ in range(count):
@@ -140,23 +131,22 @@ def choose(candidates: list[EndpointState], count: int) -> Counter[str]:
 
 
 @pytest.mark.parametrize(
-    ("weight", "room", "count", "expected"),
-    [(3, 100, 80, {"a": 60, "b": 20}), (9, 5, 10, {"a": 5, "b": 5})],  # a full one leaves the rest to the other
+    ("weights", "room", "expected"),
+    [
+        ((3, 1), 100, {"a": 60, "b": 20}),
+        ((9, 1), 5, {"a": 5, "b": 5}),  # a full one leaves the rest to the other
+        ((1, 0), 2, {"a": 2}),  # a full main endpoint is no reason to use the standby
+    ],
 )
-def test_weights_share_what_is_in_flight(weight: int, room: int, count: int, expected: dict[str, int]) -> None:
-    two = states(Endpoint(url="http://a", weight=weight), Endpoint(url="http://b"), concurrency=f"fixed:{room}")
-    assert choose(two, count) == expected
-    if sum(expected.values()) == 2 * room:
+def test_weights_share_what_is_in_flight(weights: tuple[int, int], room: int, expected: dict[str, int]) -> None:
+    endpoints = [Endpoint(url=f"http://{name}", weight=weight) for name, weight in zip("ab", weights, strict=True)]
+    main, standby = two = states(*endpoints, concurrency=f"fixed:{room}")
+    assert choose(two, sum(expected.values())) == expected
+    if sum(expected.values()) == room * len(expected):
         assert choose_endpoint(two, 0.0, 10) == (None, NEVER)
-
-
-def test_a_standby_is_used_only_while_no_other_works() -> None:
-    main, standby = two = states(Endpoint(url="http://a"), Endpoint(url="http://b", weight=0), concurrency="fixed:2")
-    assert choose(two, 2) == {"a": 2}
-    assert choose_endpoint(two, 0.0, 10)[0] is None, "a full main endpoint is no reason"
-    fail(main, Kind.AUTH)
-    assert choose_endpoint(two, 0.0, 10)[0] is standby
-    main.reconsider()
+    if not weights[1]:
+        fail(main, Kind.AUTH)
+        assert choose_endpoint(two, 0.0, 10)[0] is standby
 
 
 def test_a_request_avoids_the_endpoint_it_failed_on_if_there_is_another() -> None:
@@ -164,15 +154,14 @@ def test_a_request_avoids_the_endpoint_it_failed_on_if_there_is_another() -> Non
     assert choose_endpoint(two, 0.0, 10, avoid=first)[0] is second
     second.send(0.0, 10)
     assert choose_endpoint(two, 0.0, 10, avoid=first)[0] is first
+    assert choose_endpoint(two, 0.0, 10, avoid=first, avoid_until=1.0) == (None, 1.0)
 
 
-def test_choosing_says_when_to_ask_again() -> None:
+def test_choosing_tells_when_to_ask_again() -> None:
     first, second = two = states(Endpoint(url="http://a"), Endpoint(url="http://b"))
     fail(first, Kind.BROKEN, times=10, now=0.0)
     fail(second, Kind.BROKEN, times=10, now=0.2)
-    one, at = choose_endpoint(two, 0.2, 10)
-    assert one is None and at == Breaker.FIRST_PAUSE_S
-    assert math.isfinite(at)
+    assert choose_endpoint(two, 0.2, 10) == (None, Breaker.FIRST_PAUSE_S)
 
 
 # -- the breaker -----------------------------------------------------------------------------------------------------
@@ -196,27 +185,17 @@ def test_one_answer_between_failures_keeps_the_breaker_closed() -> None:
     assert breaker.state is State.CLOSED
 
 
-def test_an_open_breaker_lets_one_probe_through_after_its_pause() -> None:
-    breaker = opened(at=100.0)
-    now = 100.0 + Breaker.FIRST_PAUSE_S
-    assert breaker.ready_at(100.0) == now
-    assert breaker.ready_at(now) <= now and breaker.sent() and breaker.ready_at(now) == math.inf
-    breaker.dropped(probe=True)
-    assert breaker.ready_at(now) <= now and breaker.sent(), "a cancelled probe makes room for another"
-
-
 def test_failed_probes_lengthen_the_pause_up_to_its_bound_and_an_answer_resets_it() -> None:
     breaker, now, pauses = opened(), 0.0, []
     for _ in range(12):
         at = breaker.ready_at(now)
         pauses.append(at - now)
         now = at
-        assert breaker.ready_at(now) <= now
-        breaker.failed(now, known_at=now, probe=breaker.sent())
+        assert breaker.ready_at(now) <= now and breaker.sent() and breaker.ready_at(now) == math.inf
+        breaker.dropped(probe=True)
+        assert breaker.ready_at(now) <= now and breaker.sent(), "a cancelled probe makes room for another"
+        breaker.failed(now, known_at=now, probe=True)
     assert pauses[:3] == [0.25, 0.5, 1.0] and set(pauses[2:]) == {Breaker.LONGEST_PAUSE_S}
-    now = breaker.ready_at(now)
-    breaker.ready_at(now)
-    assert breaker.sent()
     breaker.answered(now)
     assert breaker.state is State.CLOSED and breaker.ready_at(now) <= now and not breaker.sent()
     for _ in range(Breaker.CONSECUTIVE):
@@ -248,14 +227,13 @@ def test_at_most_one_probe_is_out_and_it_always_comes_back(events: list[str]) ->
         elif event == "send" and breaker.ready_at(now) <= now:
             out.append(breaker.sent())
             assert sum(out) <= 1 or breaker.state is State.CLOSED
-        elif out and event in ("fail", "answer", "drop"):
-            probe = out.pop(0)
-            if event == "fail":
-                breaker.failed(now, known_at=now, probe=probe)
-            elif event == "answer":
-                breaker.answered(now)
-            else:
-                breaker.dropped(probe=probe)
+        elif out and event == "fail":
+            breaker.failed(now, known_at=now, probe=out.pop(0))
+        elif out and event == "drop":
+            breaker.dropped(probe=out.pop(0))
+        elif out and event == "answer":
+            out.pop(0)
+            breaker.answered(now)
     for probe in out:
         breaker.failed(now, known_at=now, probe=probe)
     now += Breaker.LONGEST_PAUSE_S
@@ -271,56 +249,41 @@ def test_quantiles_are_latencies_of_the_samples() -> None:
     assert quantiles([float(n) for n in range(100, 0, -1)], [0.5, 0.9, 0.99, 1.0]) == [50.0, 90.0, 99.0, 100.0]
 
 
-def patience(bound_s: float = 60.0) -> tuple[AttemptPatience, deque[float]]:
-    latencies: deque[float] = deque(maxlen=LATENCIES_KEPT)
-    return AttemptPatience(bound_s, latencies), latencies
-
-
-def answer(one: AttemptPatience, latencies: deque[float], latency_s: float, times: int, sent_at: float = 0.0) -> None:
+def answer(one: AttemptPatience, latency_s: float, times: int, sent_at: float = 0.0) -> None:
     for _ in range(times):
-        latencies.append(latency_s)
+        one._latencies.append(latency_s)
         one.answered(sent_at)
 
 
-def test_patience_is_the_configured_bound_until_latencies_are_known() -> None:
-    one, latencies = patience()
-    answer(one, latencies, 1.0, AttemptPatience.SAMPLES_NEEDED - 1)
-    assert one.allow_s(0) == 60.0
-    answer(one, latencies, 1.0, 1)
-    assert 2.8 < one.allow_s(0) < 3.3
+def patience(bound_s: float = 60.0, latency_s: float = 1.0, sent_at: float = 0.0) -> AttemptPatience:
+    one = AttemptPatience(bound_s, deque(maxlen=LATENCIES_KEPT))
+    answer(one, latency_s, AttemptPatience.SAMPLES_NEEDED - 1, sent_at)
+    assert one.allow_s(0) == bound_s, "until latencies are known"
+    answer(one, latency_s, 1, sent_at)
+    return one
 
 
 def test_patience_doubles_per_time_out_up_to_four_times_and_stays_between_its_floor_and_its_bound() -> None:
-    one, latencies = patience()
-    answer(one, latencies, 1.0, 64)
+    one = patience()
+    assert 2.8 < one.allow_s(0) < 3.3
     assert [one.allow_s(timeouts) / one.allow_s(0) for timeouts in (1, 2, 7)] == [2, 4, 4]
-    one, latencies = patience(bound_s=2.0)
-    answer(one, latencies, 0.001, 200)
+    one = patience(bound_s=2.0, latency_s=0.001)
     assert one.allow_s(0) == AttemptPatience.FLOOR_S
     assert one.allow_s(1) == one.allow_s(10_000) == 2.0
 
 
-def test_a_judge_that_became_slower_is_waited_for() -> None:
-    one, latencies = patience()
-    answer(one, latencies, 1.0, 64, sent_at=10.0)
+def test_patience_stretches_for_a_judge_that_became_slower_and_not_for_single_hangs() -> None:
+    one = patience(sent_at=10.0)
     before_s = one.allow_s(0)
-    for number in range(2 * AttemptPatience.IN_A_ROW):
-        one.timed_out(sent_at=11.0 + number)
-    assert one.allow_s(0) == 4 * before_s
-    for number in range(1000):
-        one.timed_out(sent_at=100.0 + number)
-    assert one.allow_s(0) == 60.0
-
-
-def test_hangs_do_not_stretch_patience_while_later_calls_are_answered() -> None:
-    one, latencies = patience()
-    answer(one, latencies, 1.0, 64, sent_at=100.0)
-    before_s = one.allow_s(0)
-    for _ in range(500):
-        one.timed_out(sent_at=99.0)
-    assert one.allow_s(0) == before_s
     for number in range(50):
         for _ in range(AttemptPatience.IN_A_ROW - 1):
-            one.timed_out(sent_at=101.0 + 2 * number)
-        answer(one, latencies, 1.0, 1, sent_at=102.0 + 2 * number)
-    assert one.allow_s(0) <= before_s * 1.06
+            one.timed_out(sent_at=11.0 + 2 * number)
+        answer(one, 1.0, 1, sent_at=12.0 + 2 * number)
+        one.timed_out(sent_at=5.0)
+    assert one.allow_s(0) <= before_s * 1.06, "later calls were answered"
+    for number in range(2 * AttemptPatience.IN_A_ROW):
+        one.timed_out(sent_at=1000.0 + number)
+    assert one.allow_s(0) == pytest.approx(4 * before_s, rel=0.06)
+    for number in range(1000):
+        one.timed_out(sent_at=2000.0 + number)
+    assert one.allow_s(0) == 60.0

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gzip
+import itertools
 import random
+import socket
+import ssl
 import time
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import trustme
 
 from freewheel.judge import Endpoint, Failed, JudgeRequest, Rubric, Scored, Skipped, Verdict
+from freewheel.judge.client import MAX_REPLY_BYTES, proxy_for
 from freewheel.judge.endpoint import Breaker
 from freewheel.judge.exchange import BodyWriter
-from freewheel.judge.testing import JudgeProfile, RunningJudge
+from freewheel.judge.testing import JudgeProfile, MockJudge, RunningJudge
 
 Mock = Callable[..., RunningJudge]
 SLACK_S = 3.0
 """What a busy test machine may add to a deadline."""
+SEVEN = b'{"choices": [{"message": {"content": "7"}}], "usage": {"prompt_tokens": 10, "completion_tokens": 4000}}'
 
 
 def texts(count: int, mark: str = "answer") -> list[str]:
@@ -39,18 +48,22 @@ def scored(verdict: Verdict) -> Scored:
     return verdict
 
 
-def free_port() -> int:
-    import socket
-
+def dead_url() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        return f"http://127.0.0.1:{probe.getsockname()[1]}/v1"
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30.0):
+        while not condition():
+            await asyncio.sleep(0.005)
 
 
 # -- verdicts --------------------------------------------------------------------------------------------------------
 
 
-async def test_each_request_gets_the_score_of_its_own_content_and_a_skipped_one_makes_no_call(
+async def test_each_request_gets_the_score_of_its_content_and_a_skipped_one_makes_no_call(
     mock: Mock, bench: Any
 ) -> None:
     judge = mock(scores={f"number {i}.": str(i + 1) for i in range(10)})
@@ -64,94 +77,87 @@ async def test_each_request_gets_the_score_of_its_own_content_and_a_skipped_one_
     assert judge.counts().received == 10
 
 
-@pytest.mark.parametrize(
-    "odd",
-    ["", " ", "\x00", "a\x00b", "\ud800", "x\udfffy", "\u2028\r\n", "𝟙\u202e", '"}\\', "{response}", "x" * 1_000_000],
-)
-async def test_any_text_can_be_judged(mock: Mock, bench: Any, odd: str) -> None:
-    judge = mock()
-    async with bench(judge.url) as engine:
-        verdicts = await engine.score([JudgeRequest(odd, odd[:1000], odd[:1000])])
-    assert isinstance(verdicts[0], Scored)
+async def test_any_text_can_be_judged(mock: Mock, bench: Any) -> None:
+    odd = [
+        "",
+        " ",
+        "\x00",
+        "a\x00b",
+        "\ud800",
+        "x\udfffy",
+        "\u2028\r\n",
+        "𝟙\u202e",
+        '"}\\',
+        "{response}",
+        "x" * (3 << 20),
+    ]
+    async with bench(mock(max_prompt_chars=1 << 30).url) as engine:
+        assert reasons(await engine.score([JudgeRequest(one, one[:1000], one[:1000]) for one in odd])) == {"scored"}
+
+
+async def test_stats_add_up(mock: Mock, bench: Any) -> None:
+    judge = mock(error_share=1.0, faults_per_content=1)
+    async with bench(judge.url, prices={"m": {"input": 1.0, "output": 1.0}}) as engine:
+        await engine.score([*texts(8), texts(8)[0], JudgeRequest("x", skip="s")])
+        await engine.score(texts(2))
+        stats = engine.engine.stats()
+    assert (stats.submitted, stats.scored, stats.skipped, stats.failed) == (12, 11, 1, {})
+    assert (stats.sent, stats.retries, stats.cache_hits_memory, stats.shared) == (16, 8, 2, 1)
+    (endpoint,) = stats.endpoints
+    assert endpoint.answered == 8 and endpoint.faults == {"overloaded": 8} and endpoint.in_flight == 0
+    assert endpoint.cost == pytest.approx((endpoint.prompt_tokens + endpoint.completion_tokens) / 1e6)
+    assert stats.queued == 0 and 1 <= stats.max_in_flight <= 32 and endpoint.latency_p50_s > 0
 
 
 # -- never twice -----------------------------------------------------------------------------------------------------
 
 
-async def test_identical_requests_in_flight_share_one_call_within_and_between_batches(mock: Mock, bench: Any) -> None:
-    judge = mock(latency_s=0.1)
+async def test_identical_requests_in_flight_share_one_call_which_ends_with_its_last_sharer(
+    mock: Mock, bench: Any
+) -> None:
+    judge = mock(latency_s=0.3)
     async with bench(judge.url) as engine:
         first = engine.submit(["same"] * 50 + texts(5))
-        while judge.counts().in_flight < 6:
-            await asyncio.sleep(0.005)
-        second = engine.submit(texts(5))
-        verdicts = await engine.result(first, 55)
-        await engine.result(second, 5)
-        assert engine.engine.stats().shared == 49 + 5
-    assert judge.counts().received == 6 and judge.counts().most_received == 1
-    assert len({scored(v).value for v in verdicts[:50]}) == 1
-
-
-async def test_a_sharer_that_cancels_leaves_the_other_its_verdict(mock: Mock, bench: Any) -> None:
-    judge = mock(latency_s=0.2)
-    async with bench(judge.url) as engine:
-        first, second = engine.submit(["same"]), engine.submit(["same"])
-        await asyncio.sleep(0.05)
+        await until(lambda: judge.counts().in_flight == 6)
+        second = engine.submit(["same", *texts(4)])
         engine.engine.cancel(first)
-        assert failed(engine.verdicts[first, 0]).reason == "cancelled"
-        assert isinstance((await engine.result(second, 1))[0], Scored)
-    assert judge.counts().received == 1 and judge.counts().gone == 0
-
-
-async def test_a_call_that_nobody_waits_for_any_more_is_dropped_and_its_slot_freed(mock: Mock, bench: Any) -> None:
-    judge = mock(latency_s=0.3, scores={"quick": "5"})
-    async with bench(judge.url, concurrency="fixed:1") as engine:
-        first = engine.submit(texts(3))
-        await asyncio.sleep(0.1)
-        engine.engine.cancel(first)
-        assert isinstance((await engine.score(["quick"]))[0], Scored)
-        assert engine.engine.stats().in_flight == 0
-    assert judge.counts().received == 2 and judge.counts().gone == 1
+        assert reasons(await engine.result(first, 55)) == {"cancelled"}
+        assert reasons(await engine.result(second, 5)) == {"scored"}
+        stats = engine.engine.stats()
+    assert stats.shared == 49 + 5 and stats.in_flight == 0
+    assert judge.counts().received == 6 and judge.counts().most_received == 1 and judge.counts().gone == 1
 
 
 async def test_a_call_that_is_cancelled_before_it_begins_gives_its_slot_back(mock: Mock, bench: Any) -> None:
-    judge = mock()
-    async with bench(judge.url, concurrency="fixed:2") as engine:
+    async with bench(mock().url, concurrency="fixed:2") as engine:
         for _ in range(5):
             engine.engine.cancel(engine.submit(texts(4)))
         assert reasons(await engine.score(["later"])) == {"scored"}
         assert engine.engine.stats().in_flight == 0
 
 
-async def test_an_answered_request_comes_from_memory_and_in_a_new_engine_from_the_file(mock: Mock, bench: Any) -> None:
+async def test_an_answered_request_comes_from_memory_in_a_new_engine_from_the_file_and_expires(
+    mock: Mock, bench: Any
+) -> None:
     judge = mock()
     async with bench(judge.url) as engine:
         first = await engine.score(texts(20))
         again = await engine.score(texts(20))
         assert engine.engine.stats().cache_hits_memory == 20
-    async with bench(judge.url) as engine:
+    async with bench(judge.url, cache_ttl_s=60.0) as engine:
         later = await engine.score(texts(20))
         assert engine.engine.stats().cache_hits_disk == 20
     assert judge.counts().received == 20
     for verdicts in (again, later):
         assert [scored(v).value for v in verdicts] == [scored(v).value for v in first]
         assert all(scored(v).cached and v.attempts == 0 for v in verdicts)
-
-
-async def test_an_expired_reply_is_asked_for_again(mock: Mock, bench: Any) -> None:
-    judge = mock()
-    async with bench(judge.url, cache_ttl_s=60.0) as engine:
-        await engine.score(["one"])
-        await engine.score(["one"])
-    assert judge.counts().received == 1
-    async with bench(judge.url, cache_ttl_s=0.2) as engine:
-        await asyncio.sleep(0.3)
-        await engine.score(["one"])
-    assert judge.counts().received == 2
+    async with bench(judge.url, cache_ttl_s=0.001) as engine:
+        await engine.score(texts(20))
+    assert judge.counts().received == 40
 
 
 async def test_without_a_cache_the_pieces_of_a_batch_share_calls_and_nothing_is_kept(
-    mock: Mock, bench: Any, tmp_path: Any
+    mock: Mock, bench: Any, tmp_path: Path
 ) -> None:
     judge = mock()
     async with bench(judge.url, cache=False) as engine:
@@ -171,34 +177,29 @@ async def test_without_a_cache_the_pieces_of_a_batch_share_calls_and_nothing_is_
 )
 async def test_another_question_is_another_call(mock: Mock, bench: Any, change: dict[str, Any]) -> None:
     judge = mock(scores={"same": "10", "yes": "10"})
-    async with bench(judge.url) as engine:
-        await engine.score(["same"])
-    async with bench(judge.url, **change) as engine:
-        await engine.score(["same"])
+    for settings in ({}, change):
+        async with bench(judge.url, **settings) as engine:
+            await engine.score(["same"])
     assert judge.counts().received >= 2
 
 
-async def test_a_better_parser_rereads_what_was_answered_without_a_call(mock: Mock, bench: Any) -> None:
+async def test_another_parser_rereads_the_cached_reply_and_asks_again_if_it_cannot(mock: Mock, bench: Any) -> None:
     judge = mock(scores={"same": "first 3, on reflection 8"})
-    strict = Rubric(name="r", system="Judge.", low=1, high=10)
-    async with bench(judge.url, rubric=Rubric(name="r", system="Judge.", low=1, high=10, place="first")) as engine:
-        assert scored((await engine.score(["same"]))[0]).value == 3.0
-    async with bench(judge.url, rubric=Rubric(name="r", system="Judge.", low=1, high=10, place="last")) as engine:
-        verdict = scored((await engine.score(["same"]))[0])
-        assert verdict.value == 8.0 and verdict.cached and verdict.raw == "first 3, on reflection 8"
-    assert judge.counts().received == 1
-    async with bench(judge.url, rubric=strict, reasks=0) as engine:
-        assert reasons(await engine.score(["same"])) == {"unparseable"}
-    assert judge.counts().received == 2, "a stricter parser that cannot read the cached reply asks again"
+    for place, value, received in (("first", 3.0, 1), ("last", 8.0, 1), ("only", None, 2)):
+        rubric = Rubric(name="r", system="Judge.", low=1, high=10, place=place)
+        async with bench(judge.url, rubric=rubric, reasks=0) as engine:
+            [verdict] = await engine.score(["same"])
+        assert (verdict.value if isinstance(verdict, Scored) else None) == value
+        assert judge.counts().received == received
 
 
 # -- retries by class ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", ["error", "disconnect", "truncate", "garbage", "wrong_type"])
+@pytest.mark.parametrize("fault", ["error", "disconnect", "truncate", "garbage", "wrong_type", "hang"])
 async def test_a_passing_fault_costs_a_retry_and_no_verdict(mock: Mock, bench: Any, fault: str) -> None:
     judge = mock(**{f"{fault}_share": 1.0}, faults_per_content=1)
-    async with bench(judge.url) as engine:
+    async with bench(judge.url, attempt_timeout_s=0.5 if fault == "hang" else 60.0) as engine:
         verdicts = await engine.score(texts(6))
     assert [(v.status, v.attempts) for v in verdicts] == [("scored", 2)] * 6
     assert judge.counts().received == 12 and judge.counts().faults == {fault: 6}
@@ -207,187 +208,152 @@ async def test_a_passing_fault_costs_a_retry_and_no_verdict(mock: Mock, bench: A
 @pytest.mark.parametrize(
     "odd",
     [
-        b'{"choices": []}', b'{"choices": null}', b"{}", b"[]", b"", b"null", b'{"error": {"message": "sorry"}}',
+        b'{"choices": []}', b'{"choices": null}', b"{}", b"", b'{"error": {"message": "sorry"}}',
         b'{"choices": [{"message": {"content": 7}}]}', b'{"choices": [{"message": {"content": null}}]}',
-        b'{"choices": [{"message": {"content": "half \\ud83d"}}]}', b'{"choices": [{}]}', b"\xff\xfe", b"[" * 1200,
+        b'{"choices": [{"message": {"content": "half \\ud83d"}}]}', b"\xff\xfe", b"[" * 1200,
     ],
 )  # fmt: skip
-async def test_a_completion_that_is_none_is_asked_for_again(
-    scripted: Any, replying: Any, bench: Any, odd: bytes
-) -> None:
-    judge = scripted(lambda number, headers, body: (200, {}, odd if number == 1 else replying("7")))
+async def test_a_reply_that_is_no_completion_is_requested_again(scripted: Any, bench: Any, odd: bytes) -> None:
+    judge = scripted(lambda number, headers, body: (200, {}, odd if number == 1 else SEVEN))
     async with bench(judge.url) as engine:
         verdict = scored((await engine.score(["one"]))[0])
     assert verdict.value == 7.0 and verdict.attempts == len(judge.seen) == 2
 
 
-async def test_a_hang_ends_with_the_attempts_time_and_is_tried_again(mock: Mock, bench: Any) -> None:
-    judge = mock(hang_share=1.0, faults_per_content=1)
-    async with bench(judge.url, attempt_timeout_s=0.2) as engine:
-        verdicts = await engine.score(texts(4))
-        assert engine.engine.stats().endpoints[0].faults == {"timeout": 4}
-    assert reasons(verdicts) == {"scored"}
-    assert judge.counts().gone == 4
+@pytest.mark.parametrize(
+    ("profile", "settings", "expected", "received", "detail"),
+    [
+        ({"error_share": 1.0, "error_status": 503}, {"max_attempts": 3}, ("unavailable", 3), 3, "503"),
+        ({"max_prompt_chars": 1}, {}, ("rejected", 1), 1, "maximum context length"),
+        ({"throttle_bursts": ((0.0, 60.0),), "retry_after_s": 60.0}, {"request_deadline_s": 5.0},
+         ("throttled", 1), 1, "next try in"),
+        ({"unparseable_share": 1.0}, {}, ("unparseable", 2), 2, ""),
+        ({"unparseable_share": 1.0}, {"reasks": 3}, ("unparseable", 4), 4, ""),
+        ({"hang_share": 1.0}, {"request_deadline_s": 0.5}, ("deadline", 1), 1, "request_deadline_s"),
+    ],
+)  # fmt: skip
+async def test_a_request_fails_after_the_attempts_of_its_class_with_the_last_detail_and_is_not_cached(
+    mock: Mock, bench: Any, profile: Any, settings: Any, expected: tuple[str, int], received: int, detail: str
+) -> None:
+    judge = mock(**profile)
+    for times in (1, 2):
+        began = time.monotonic()
+        async with bench(judge.url, **settings) as engine:
+            verdict = failed((await engine.score(["one"]))[0])
+        assert (verdict.reason, verdict.attempts) == expected and detail in verdict.detail
+        assert judge.counts().received == times * received and time.monotonic() - began < 0.5 + SLACK_S
+    if expected[0] == "unparseable":
+        assert verdict.usage.prompt_tokens > 100 * received, "all asks are paid for"
 
 
-async def test_a_mix_of_all_faults_ends_scored(mock: Mock, bench: Any) -> None:
-    judge = mock(seed=3, error_share=0.1, disconnect_share=0.05, truncate_share=0.05, garbage_share=0.05,
-                 wrong_type_share=0.05, hang_share=0.03, faults_per_content=3)  # fmt: skip
-    async with bench(judge.url, attempt_timeout_s=3.0) as engine:
-        verdicts = await engine.score(texts(120))
-    assert reasons(verdicts) == {"scored"}
-    assert all(count.answered == 1 for count in judge.counts().contents.values())
-
-
-async def test_after_max_attempts_the_request_fails_with_the_last_detail(mock: Mock, bench: Any) -> None:
-    judge = mock(error_share=1.0, error_status=503)
-    async with bench(judge.url, max_attempts=3) as engine:
-        verdict = failed((await engine.score(["one"]))[0])
-    assert (verdict.reason, verdict.attempts) == ("unavailable", 3)
-    assert "503" in verdict.detail and "The judge had an error" in verdict.detail
-    assert judge.counts().received == 3
-
-
-async def test_a_rejected_request_is_not_asked_again_and_the_others_go_on(mock: Mock, bench: Any) -> None:
-    judge = mock(max_prompt_chars=5000)
+async def test_a_second_ask_reminds_the_judge_of_the_form(mock: Mock, bench: Any) -> None:
+    judge = mock(unparseable_share=1.0, keep_requests=2)
     async with bench(judge.url) as engine:
-        verdicts = await engine.score(["short", "x" * 9000])
-    assert isinstance(verdicts[0], Scored)
-    verdict = failed(verdicts[1])
-    assert (verdict.reason, verdict.attempts) == ("rejected", 1) and "maximum context length" in verdict.detail
-    assert judge.counts().most_received == 1
+        await engine.score(["one"])
+    first, second = (request.json()["messages"][-1]["content"] for request in judge.requests())
+    assert first != second
 
 
-async def test_retry_after_is_waited_for_and_costs_no_attempt(mock: Mock, bench: Any) -> None:
-    judge = mock(throttle_bursts=((0.0, 0.4),), retry_after_s=0.5)
-    began = time.monotonic()
-    async with bench(judge.url, max_attempts=1) as engine:
-        verdicts = await engine.score(texts(3))
-    assert [(v.status, v.attempts) for v in verdicts] == [("scored", 2)] * 3
-    assert time.monotonic() - began >= 0.5
-    assert judge.counts().rejected == 3
-
-
-async def test_a_retry_after_beyond_the_deadline_fails_at_once_as_throttled(mock: Mock, bench: Any) -> None:
-    judge = mock(throttle_bursts=((0.0, 60.0),), retry_after_s=60.0)
-    began = time.monotonic()
-    async with bench(judge.url, request_deadline_s=5.0) as engine:
-        verdicts = await engine.score(texts(2))
-    assert reasons(verdicts) == {"throttled"} and time.monotonic() - began < 20.0
-    assert "429" in failed(verdicts[0]).detail and "next try in" in failed(verdicts[0]).detail
-
-
-async def test_the_slot_is_free_during_back_off(mock: Mock, bench: Any) -> None:
+async def test_retry_after_is_waited_for_without_a_slot_and_costs_no_attempt(mock: Mock, bench: Any) -> None:
     judge = mock(throttle_bursts=((0.0, 0.2),), retry_after_s=2.0)
-    async with bench(judge.url, concurrency="fixed:1") as engine:
+    began = time.monotonic()
+    async with bench(judge.url, concurrency="fixed:1", max_attempts=1) as engine:
         first = engine.submit(["waits"])
-        await asyncio.sleep(0.3)
-        assert reasons(await engine.score(["goes by"])) == {"scored"}
+        await until(lambda: judge.counts().rejected == 1)
+        await asyncio.sleep(0.25)  # the burst is over
+        assert reasons(await engine.score(["passes"])) == {"scored"}
         assert (first, 0) not in engine.verdicts
-        assert reasons(await engine.result(first, 1)) == {"scored"}
+        (verdict,) = await engine.result(first, 1)
+    assert (verdict.status, verdict.attempts) == ("scored", 2) and time.monotonic() - began >= 2.0
 
 
-async def test_an_unparseable_reply_is_asked_again_once_and_never_cached(mock: Mock, bench: Any) -> None:
-    judge = mock(unparseable_share=1.0, keep_requests=10)
-    async with bench(judge.url) as engine:
-        verdict = failed((await engine.score(["one"]))[0])
-        assert (verdict.reason, verdict.attempts) == ("unparseable", 2)
-        assert verdict.usage.prompt_tokens > 200, "both asks are paid for"
-        assert judge.counts().received == 2
-        await engine.score(["one"])
-        assert judge.counts().received == 4
-    first, second = (request.json()["messages"][-1]["content"] for request in judge.requests()[:2])
-    assert first != second, "the second ask reminds the judge of the form"
-    async with bench(judge.url) as engine:
-        await engine.score(["one"])
-    assert judge.counts().received == 6
-
-
-@pytest.mark.parametrize("reasks", [0, 3])
-async def test_reasks_are_as_many_as_configured(mock: Mock, bench: Any, reasks: int) -> None:
-    judge = mock(unparseable_share=1.0)
-    async with bench(judge.url, reasks=reasks) as engine:
-        await engine.score(["one"])
-    assert judge.counts().received == 1 + reasks
-
-
-async def test_a_reply_that_was_cut_off_is_not_read_as_a_score(scripted: Any, replying: Any, bench: Any) -> None:
-    judge = scripted(lambda number, headers, body: (200, {}, replying("1", "length")))
-    async with bench(judge.url) as engine:
-        verdict = failed((await engine.score(["one"]))[0])
-    assert verdict.reason == "unparseable" and "cut off" in verdict.detail and len(judge.seen) == 2
-
-
-async def test_a_reply_without_usage_is_scored(scripted: Any, replying: Any, bench: Any) -> None:
-    judge = scripted(lambda number, headers, body: (200, {}, replying("7", usage=None)))
-    async with bench(judge.url) as engine:
-        assert scored((await engine.score(["one"]))[0]).value == 7.0
-
-
-async def test_a_compressed_reply_is_read_and_one_that_swells_is_refused(
-    scripted: Any, replying: Any, bench: Any
-) -> None:
-    packed = [gzip.compress(replying("7")), gzip.compress(b" " * (64 << 20))]
-    judge = scripted(lambda number, headers, body: (200, {"Content-Encoding": "gzip"}, packed[b"bomb" in body]))
+async def test_replies_are_read_as_they_are_meant(scripted: Any, replying: Any, bench: Any) -> None:
+    replies = {
+        b"cut": ({}, replying("1", "length")),
+        b"free": ({}, replying("7", usage=None)),
+        b"packed": ({"Content-Encoding": "gzip"}, gzip.compress(replying("7"))),
+        b"bomb": ({"Content-Encoding": "gzip"}, gzip.compress(b" " * (MAX_REPLY_BYTES * 4))),
+    }
+    judge = scripted(
+        lambda number, headers, body: (200, *next(reply for mark, reply in replies.items() if mark in body))
+    )
     async with bench(judge.url, max_attempts=1) as engine:
-        fair, bomb = await engine.score(["fair", "bomb"])
-    assert scored(fair).value == 7.0
-    assert failed(bomb).reason == "unavailable" and "more than" in failed(bomb).detail
+        cut, free, packed, bomb = await engine.score([mark.decode() for mark in replies])
+    assert failed(cut).reason == "unparseable" and "cut off" in cut.detail
+    assert scored(free).value == scored(packed).value == 7.0
+    assert failed(bomb).reason == "unavailable" and "more than" in bomb.detail
 
 
-# -- endpoints that refuse us ----------------------------------------------------------------------------------------
+async def test_a_connection_that_the_server_had_closed_costs_no_attempt(bench: Any) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answers one request per connection, and drops the connection when the second one comes."""
+        for turn in itertools.count():
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
+            await reader.readexactly(length)
+            if turn:
+                break
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(SEVEN), SEVEN))
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+    async with bench(url, max_attempts=1, concurrency="fixed:8") as engine:
+        for step in range(3):
+            assert reasons(await engine.score(texts(8, f"step {step}"))) == {"scored"}
+        faults = engine.engine.stats().endpoints[0].faults
+    server.close()
+    assert set(faults) == {"stale"} and faults["stale"] >= 8
 
 
-async def test_a_wrong_key_stops_everything_at_once_and_says_which(
-    mock: Mock, bench: Any, monkeypatch: pytest.MonkeyPatch
+async def test_running_out_of_open_files_is_reported_and_not_taken_for_an_outage(
+    mock: Mock, bench: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    judge = mock(api_key="right", latency_s=0.02)
-    monkeypatch.setenv("SOME_KEY", "wrong-one")
-    async with bench(judge.url, api_key_env="SOME_KEY") as engine:
-        verdicts = await engine.score(texts(1000))
-        assert reasons(verdicts) == {"auth"}
-        assert judge.counts().received <= 64
-        assert all("environment variable SOME_KEY" in failed(v).detail for v in verdicts)
-        assert not any("wrong-one" in failed(v).detail for v in verdicts)
-        judge.reset(JudgeProfile(api_key="wrong-one"))
-        assert reasons(await engine.score(texts(20))) == {"scored"}, "a new batch finds out that the key is taken now"
+    judge = mock(latency_s=0.05)
 
+    def open_socket(*address: Any) -> socket.socket:
+        if judge.counts().open_connections >= 10:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return socket.socket(*address)
 
-async def test_a_new_batch_after_a_refusal_sends_one_probe(mock: Mock, bench: Any) -> None:
-    judge = mock(api_key="right")
+    monkeypatch.setattr("freewheel.judge.client.socket", SimpleNamespace(**{**vars(socket), "socket": open_socket}))
     async with bench(judge.url) as engine:
-        verdict = failed((await engine.score(texts(5)))[0])
-        assert "no key was sent: set OPENAI_API_KEY" in verdict.detail
-        before = judge.counts().received
-        await engine.score(texts(200))
-    assert judge.counts().received == before + 1
+        assert reasons(await engine.score(texts(100))) == {"scored"}
+        assert engine.engine.stats().endpoints[0].faults == {}
+    assert caplog.text.count("ulimit -n") == 1 and "does not answer" not in caplog.text
+
+
+# -- refusals that stop an endpoint ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("profile", "reason", "detail"),
+    ("profile", "settings", "reason", "detail"),
     [
-        ({"model": "other"}, "not_found", "`m` does not exist"),
-        ({"insufficient_quota": True}, "quota", "exceeded your current quota"),  # although it is a 429
+        ({"api_key": "right"}, {"api_key": "wrong-key-of-some-length"}, "auth", "sent with the key from the api_key"),
+        ({"api_key": "right"}, {}, "auth", "no key was sent: set OPENAI_API_KEY"),
+        ({"model": "other"}, {}, "not_found", "`m` does not exist"),
+        ({"insufficient_quota": True}, {}, "quota", "exceeded your current quota"),  # although it is a 429
     ],
 )
-async def test_an_unknown_model_or_an_empty_account_stops_everything_at_once(
-    mock: Mock, bench: Any, profile: dict[str, Any], reason: str, detail: str
+async def test_a_refusal_stops_everything_until_a_probe_of_a_new_batch_is_accepted(
+    mock: Mock, bench: Any, profile: dict[str, Any], settings: dict[str, Any], reason: str, detail: str
 ) -> None:
     judge = mock(**profile)
-    async with bench(judge.url) as engine:
+    async with bench(judge.url, **settings) as engine:
         verdicts = await engine.score(texts(300))
-    assert reasons(verdicts) == {reason} and detail in failed(verdicts[0]).detail
-    assert judge.counts().received <= 64
-
-
-SEVEN = b'{"choices": [{"message": {"content": "7"}}]}'
+        assert reasons(verdicts) == {reason} and detail in failed(verdicts[0]).detail
+        assert judge.counts().received <= 64
+        before = judge.counts().received
+        assert reasons(await engine.score(texts(200, "second"))) == {reason}
+        assert judge.counts().received == before + 1, "one probe"
+        judge.reset(JudgeProfile())
+        assert reasons(await engine.score(texts(20, "third"))) == {"scored"}
 
 
 async def test_a_403_is_about_the_key_until_the_judge_has_answered_once(scripted: Any, bench: Any) -> None:
     refuses = scripted(lambda number, headers, body: (403, {}, b'{"error": {"message": "no access"}}'))
     async with bench(refuses.url, api_key="k" * 20) as engine:
-        verdicts = await engine.score(texts(300))
-    assert reasons(verdicts) == {"auth"} and len(refuses.seen) <= 64
+        assert reasons(await engine.score(texts(300))) == {"auth"} and len(refuses.seen) <= 64
     moderates = scripted(lambda number, headers, body: (403, {}, b"no") if b"text 7 " in body else (200, {}, SEVEN))
     async with bench(moderates.url, concurrency="fixed:1") as engine:
         verdicts = await engine.score([f"text {n} " for n in range(20)])
@@ -403,47 +369,37 @@ async def test_a_redirect_is_not_followed(mock: Mock, scripted: Any, bench: Any)
     assert elsewhere.counts().received == 0
 
 
-async def test_the_key_goes_into_the_header_that_the_endpoint_names(mock: Mock, bench: Any) -> None:
-    judge = mock(keep_requests=4)
-    azure = Endpoint(url=judge.url, api_key="k-1", api_key_header="api-key")
-    async with bench(azure) as engine:
-        await engine.score(["one"])
+# -- where requests go -----------------------------------------------------------------------------------------------
+
+
+async def test_an_endpoint_gets_its_own_model_name_and_key_header(mock: Mock, bench: Any) -> None:
+    judge = mock(model="its-name", keep_requests=1)
+    endpoint = Endpoint(url=judge.url, model="its-name", api_key="k-1", api_key_header="api-key")
+    async with bench(endpoint) as engine:
+        assert reasons(await engine.score(["one"])) == {"scored"}
     headers = judge.requests()[0].headers
     assert headers["api-key"] == "k-1" and "authorization" not in headers
 
 
-# -- several endpoints -----------------------------------------------------------------------------------------------
+async def test_requests_move_from_an_endpoint_that_is_dead_throttled_or_refuses_us_until_all_do(
+    mock: Mock, scripted: Any, bench: Any
+) -> None:
+    judge, refusing = mock(), mock(api_key="right")
+    busy = scripted(lambda number, headers, body: (429, {"Retry-After": "3600"}, b"later"))
+    for step, url in enumerate((dead_url(), busy.url, refusing.url)):
+        began = time.monotonic()
+        async with bench([Endpoint(url=url, weight=5), Endpoint(url=judge.url)]) as engine:
+            assert reasons(await engine.score(texts(100, f"step {step}"))) == {"scored"}
+            if step == 0:
+                assert engine.engine.stats().endpoints[0].breaker != "closed"
+            if step == 2:
+                judge.reset(JudgeProfile(model="other"))
+                assert reasons(await engine.score(texts(100, "later"))) <= {"auth", "not_found"}
+        assert time.monotonic() - began < 10, "Retry-After concerns one endpoint only"
+    assert refusing.counts().received <= 64
 
 
-async def test_requests_move_from_a_dead_endpoint_to_the_living(mock: Mock, bench: Any) -> None:
-    judge = mock()
-    dead = f"http://127.0.0.1:{free_port()}/v1"
-    async with bench([Endpoint(url=dead), Endpoint(url=judge.url)]) as engine:
-        verdicts = await engine.score(texts(60))
-        assert engine.engine.stats().endpoints[0].breaker != "closed"
-    assert reasons(verdicts) == {"scored"} and judge.counts().received == 60
-
-
-async def test_requests_move_from_an_endpoint_that_refuses_us_until_all_do(mock: Mock, bench: Any) -> None:
-    refusing, judge = mock(api_key="right"), mock()
-    async with bench([Endpoint(url=refusing.url, weight=5), Endpoint(url=judge.url)]) as engine:
-        assert reasons(await engine.score(texts(200))) == {"scored"}
-        assert judge.counts().received == 200 and refusing.counts().received <= 64
-        judge.reset(JudgeProfile(model="other"))
-        assert reasons(await engine.score(texts(100, "later"))) <= {"auth", "not_found"}
-
-
-async def test_weights_are_respected(mock: Mock, bench: Any) -> None:
-    """While both have room. An endpoint at its limit leaves the rest to the other."""
-    heavy, light = mock(latency_s=0.1), mock(latency_s=0.1)
-    both = [Endpoint(url=heavy.url, weight=3), Endpoint(url=light.url, weight=1)]
-    async with bench(both, concurrency="fixed:100") as engine:
-        for step in range(4):
-            await engine.score(texts(40, f"step {step}"))
-    assert (heavy.counts().received, light.counts().received) == (120, 40)
-
-
-async def test_a_standby_is_asked_only_when_needed(mock: Mock, bench: Any) -> None:
+async def test_a_standby_gets_requests_only_when_needed(mock: Mock, bench: Any) -> None:
     main, standby = mock(), mock()
     both = [Endpoint(url=main.url), Endpoint(url=standby.url, weight=0)]
     async with bench(both) as engine:
@@ -454,10 +410,39 @@ async def test_a_standby_is_asked_only_when_needed(mock: Mock, bench: Any) -> No
     assert standby.counts().received == 50
 
 
-async def test_an_endpoints_own_model_name_is_sent_there(mock: Mock, bench: Any) -> None:
-    judge = mock(model="its-name")
-    async with bench(Endpoint(url=judge.url, model="its-name")) as engine:
+def test_a_proxy_is_taken_from_the_environment_but_not_for_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
+    monkeypatch.setenv("NO_PROXY", "inside.example.org")
+    assert proxy_for("https://api.example.org/v1") == "http://proxy:3128"
+    assert proxy_for("http://api.example.org/v1") is None
+    assert proxy_for("https://inside.example.org/v1") is None
+    assert proxy_for("https://127.0.0.1:8000/v1") is None
+    monkeypatch.setenv("ALL_PROXY", "http://any:3128")
+    assert proxy_for("http://api.example.org/v1") == "http://any:3128"
+
+
+async def test_a_judge_behind_a_proxy_is_reached_through_it(
+    scripted: Any, bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proxy = scripted(lambda number, headers, body: (200, {}, SEVEN))
+    monkeypatch.setenv("HTTP_PROXY", proxy.url.removesuffix("/v1/chat/completions"))
+    async with bench("http://judge.invalid/v1") as engine:
         assert reasons(await engine.score(["one"])) == {"scored"}
+    assert proxy.seen[0][0]["Host"] == "judge.invalid"
+
+
+async def test_a_certificate_is_checked_against_the_configured_bundle(bench: Any, tmp_path: Path) -> None:
+    authority = trustme.CA()
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    bundle = tmp_path / "ca.pem"
+    authority.cert_pem.write_to_path(bundle)
+    with MockJudge(ssl_context=context).in_thread() as judge:
+        async with bench(judge.url, ca_file=str(bundle)) as engine:
+            assert reasons(await engine.score(["one"])) == {"scored"}
+        async with bench(judge.url, max_attempts=1, cache=False) as engine:
+            (verdict,) = await engine.score(["one"])
+        assert "certificate" in failed(verdict).detail.lower() and judge.counts().received == 1
 
 
 # -- outages and deadlines -------------------------------------------------------------------------------------------
@@ -476,33 +461,27 @@ async def test_an_outage_meets_few_calls_and_costs_no_verdict(mock: Mock, bench:
     assert wasted <= 2 * in_flight + Breaker.CONSECUTIVE + 10, "those in flight, twice; the breaker's; a few probes"
 
 
-@pytest.mark.parametrize("hangs", [False, True], ids=["dead", "hangs"])
+@pytest.mark.parametrize("kind", ["dead", "hangs", "nameless"])
 async def test_an_endpoint_that_never_answers_fails_everything_within_the_requests_deadline(
-    mock: Mock, bench: Any, hangs: bool
+    mock: Mock, bench: Any, kind: str
 ) -> None:
-    url = mock(hang_share=1.0).url if hangs else f"http://127.0.0.1:{free_port()}/v1"
+    hanging = mock(hang_share=1.0).url
+    url = {"dead": dead_url(), "hangs": hanging, "nameless": "http://no-such-host.invalid/v1"}[kind]
     began = time.monotonic()
     async with bench(url, request_deadline_s=1.5, attempt_timeout_s=0.3) as engine:
         verdicts = await engine.score(texts(300))
     assert time.monotonic() - began < 0.3 + 1.5 + 2 * SLACK_S
     assert reasons(verdicts) <= {"unavailable", "deadline"}
-    if not hangs:
+    if kind != "hangs":
         assert all("Connect" in failed(v).detail or "no endpoint answered" in failed(v).detail for v in verdicts)
 
 
-async def test_a_host_without_a_name_is_unavailable(bench: Any) -> None:
-    async with bench("http://no-such-host.invalid/v1", max_attempts=2) as engine:
-        verdict = failed((await engine.score(["one"]))[0])
-    assert verdict.reason == "unavailable" and "no-such-host.invalid" in verdict.detail
-
-
-async def test_a_requests_deadline_is_kept(mock: Mock, bench: Any) -> None:
-    judge = mock(hang_share=1.0)
-    began = time.monotonic()
-    async with bench(judge.url, request_deadline_s=0.5) as engine:
-        verdict = failed((await engine.score(["one"]))[0])
-        assert 0.45 < time.monotonic() - began < 0.5 + SLACK_S
-    assert verdict.reason == "deadline" and verdict.attempts == 1 and "request_deadline_s" in verdict.detail
+async def test_a_judge_that_is_back_scores_the_next_batch_however_long_it_was_away(mock: Mock, bench: Any) -> None:
+    judge = mock(latency_s=0.01, outages=((0.0, 1000.0),))
+    async with bench(judge.url, request_deadline_s=3.0) as engine:  # which a good batch needs on a busy machine
+        assert "scored" not in reasons(await engine.score(texts(40, "lost")))
+        judge.reset(JudgeProfile(latency_s=0.01))
+        assert reasons(await engine.score(texts(100, "next"))) == {"scored"}
 
 
 async def test_a_batchs_deadline_is_kept_and_leaves_what_was_scored(mock: Mock, bench: Any) -> None:
@@ -516,11 +495,20 @@ async def test_a_batchs_deadline_is_kept_and_leaves_what_was_scored(mock: Mock, 
         assert reasons(await engine.score(["another"])) == {"scored"}, "the slot is free again"
 
 
+async def test_a_request_that_joins_a_running_call_late_gets_a_whole_deadline(mock: Mock, bench: Any) -> None:
+    judge = mock(latency_s=2.4)
+    async with bench(judge.url, request_deadline_s=2.0) as engine:
+        first = engine.submit(["same"])
+        await asyncio.sleep(1.0)
+        second = engine.submit(["same"])
+        assert reasons(await engine.result(first, 1)) == {"deadline"}
+        assert reasons(await engine.result(second, 1)) == {"scored"}
+    assert judge.counts().received == 1
+
+
 async def test_a_batch_of_one_text_many_times_is_cancelled_quickly(mock: Mock, bench: Any) -> None:
-    judge = mock(hang_share=1.0)
-    async with bench(judge.url) as engine:
+    async with bench(mock(hang_share=1.0).url) as engine:
         batch = engine.submit(["same"] * 40_000)
-        await asyncio.sleep(0.05)
         began = time.monotonic()
         engine.engine.cancel(batch)
         assert time.monotonic() - began < 8.0, "looking at all waiters for each one takes half a minute"
@@ -530,36 +518,44 @@ async def test_a_batch_of_one_text_many_times_is_cancelled_quickly(mock: Mock, b
 # -- money and pace --------------------------------------------------------------------------------------------------
 
 
-async def test_the_ceiling_stops_new_calls_and_is_not_passed(mock: Mock, bench: Any) -> None:
+async def test_max_cost_stops_new_calls_and_is_not_exceeded(mock: Mock, bench: Any) -> None:
     judge = mock()
     prices = {"m": {"input": 1000.0, "output": 1000.0}}
     async with bench(judge.url, prices=prices, max_cost=5.0, concurrency="fixed:4", max_tokens=4) as engine:
         verdicts = await engine.score(texts(200))
-        spent = engine.engine.spent
-        assert reasons(verdicts) == {"scored", "budget"}
-        assert 4.0 < spent <= 5.0 * 1.02
+        assert reasons(verdicts) == {"scored", "budget"} and 4.0 < engine.engine.spent <= 5.0 * 1.02
         assert "max_cost = 5" in failed(next(v for v in verdicts if isinstance(v, Failed))).detail
         before = judge.counts().received
-        again = await engine.score(texts(200, "more"))
-        assert reasons(again) == {"budget"} and judge.counts().received == before
-        assert reasons(await engine.score([texts(200)[0]])) == {"scored"}, "what was answered costs nothing"
+        assert reasons(await engine.score(texts(200, "more"))) == {"budget"} and judge.counts().received == before
+        assert reasons(await engine.score([texts(200)[0]])) == {"scored"}, "a cached reply costs nothing"
 
 
-async def test_requests_per_minute_are_kept(mock: Mock, bench: Any) -> None:
+@pytest.mark.parametrize(
+    ("reply", "settings", "expected"),
+    [(SEVEN, {}, {"scored", "budget"}), (b"<html>", {"max_tokens": 4000}, {"budget"})],
+    ids=["unbounded replies", "unusable replies"],
+)
+async def test_max_cost_holds_where_replies_are_unbounded_or_unusable(
+    scripted: Any, bench: Any, reply: bytes, settings: dict[str, Any], expected: set[str]
+) -> None:
+    judge = scripted(lambda number, headers, body: (200, {}, reply))
+    prices = {"m": {"input": 0.0, "output": 10.0}}  # a reply of 4,000 tokens costs 0.04
+    async with bench(judge.url, prices=prices, max_cost=0.1, **settings) as engine:
+        assert reasons(await engine.score(texts(50))) == expected
+        assert engine.engine.spent <= 0.1 and len(judge.seen) == 2
+
+
+async def test_rate_limits_are_kept(mock: Mock, bench: Any) -> None:
     judge = mock()
     async with bench(judge.url, requests_per_minute=600.0) as engine:
+        began = time.monotonic()
         batch = engine.submit(texts(100))
-        await asyncio.sleep(1.5)
-        received = judge.counts().received
+        await asyncio.sleep(1.0)
         engine.engine.cancel(batch)
-    assert 5 <= received <= 10 + 15 + 3, "a second's burst and 10 a second"
-
-
-async def test_a_judge_with_a_rate_limit_is_not_stormed(mock: Mock, bench: Any) -> None:
+        assert 5 <= judge.counts().received <= 10 + 10 * (time.monotonic() - began) + 3, "a burst and 10 a second"
     judge = mock(requests_per_minute=3000.0, rate_window_s=0.5, latency_s=0.05)
     async with bench(judge.url) as engine:
-        verdicts = await engine.score(texts(120))
-    assert reasons(verdicts) == {"scored"}
+        assert reasons(await engine.score(texts(120))) == {"scored"}
     assert judge.counts().rejected < 120, "25 in half a second: all at once, again and again, would be 230 refusals"
 
 
@@ -571,13 +567,13 @@ async def test_closing_answers_what_is_open_and_leaves_no_task(mock: Mock, bench
     before = asyncio.all_tasks()
     async with bench(judge.url, concurrency="fixed:4") as engine:
         batch = engine.submit(texts(10))
-        await asyncio.sleep(0.1)
+        await until(lambda: judge.counts().in_flight == 4)
     assert reasons(await engine.result(batch, 10)) == {"cancelled"}
     assert asyncio.all_tasks() == before
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_any_mixture_of_batches_faults_cancels_and_deadlines_leaves_the_books_empty(
+async def test_any_mixture_of_batches_faults_cancels_and_deadlines_leaves_the_accounts_empty(
     mock: Mock, bench: Any, seed: int
 ) -> None:
     """`Bench` refuses a second verdict; here none may be missing, and nothing may be left behind."""
@@ -605,42 +601,26 @@ async def test_any_mixture_of_batches_faults_cancels_and_deadlines_leaves_the_bo
         for batch, count in batches:
             verdicts = await engine.result(batch, count)
             assert reasons(verdicts) <= {"scored", "cancelled", "deadline", "unparseable", "unavailable"}
-        await asyncio.sleep(0.05)
-        core, stats = engine.engine, engine.engine.stats()
-        assert not (core._inflight or core._batches or core._started or core._calls_out), "a request was forgotten"
-        assert stats.in_flight == 0 and sum(one.reserved_cost for one in core._endpoints) == pytest.approx(
-            0.0, abs=1e-9
-        )
+        core = engine.engine
+        await until(lambda: not core._calls_out)
+        stats = core.stats()
+        assert not (core._inflight or core._batches or core._started or stats.in_flight), "a request was forgotten"
+        assert sum(one.reserved_cost for one in core._endpoints) == pytest.approx(0.0, abs=1e-9)
         assert stats.submitted == stats.scored + sum(stats.failed.values()) == len(engine.verdicts)
-
-
-async def test_stats_add_up(mock: Mock, bench: Any) -> None:
-    judge = mock(error_share=1.0, faults_per_content=1)
-    async with bench(judge.url, prices={"m": {"input": 1.0, "output": 1.0}}) as engine:
-        await engine.score([*texts(8), texts(8)[0], JudgeRequest("x", skip="s")])
-        await engine.score(texts(2))
-        stats = engine.engine.stats()
-    assert (stats.submitted, stats.scored, stats.skipped, stats.failed) == (12, 11, 1, {})
-    assert (stats.sent, stats.retries, stats.cache_hits_memory, stats.shared) == (16, 8, 2, 1)
-    (endpoint,) = stats.endpoints
-    assert endpoint.answered == 8 and endpoint.faults == {"overloaded": 8} and endpoint.in_flight == 0
-    assert endpoint.cost == pytest.approx((endpoint.prompt_tokens + endpoint.completion_tokens) / 1e6)
-    assert stats.queued == 0 and 1 <= stats.max_in_flight <= 32 and endpoint.latency_p50_s > 0
 
 
 async def test_a_bug_of_ours_ends_one_request_and_not_the_others(
     mock: Mock, bench: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    judge = mock()
-    async with bench(judge.url) as engine:
-        plain = BodyWriter.write
+    plain = BodyWriter.write
 
-        def broken(self: BodyWriter, request: JudgeRequest, *, reask: bool) -> bytes:
-            if "poison" in request.response:
-                raise RuntimeError("a bug")
-            return plain(self, request, reask=reask)
+    def broken(self: BodyWriter, request: JudgeRequest, *, reask: bool) -> bytes:
+        if "poison" in request.response:
+            raise RuntimeError("a bug")
+        return plain(self, request, reask=reask)
 
-        monkeypatch.setattr(BodyWriter, "write", broken)
+    monkeypatch.setattr(BodyWriter, "write", broken)
+    async with bench(mock().url) as engine:
         verdicts = await engine.score(["fine", "poison", "well"])
         assert engine.engine.stats().in_flight == 0
     assert [v.status for v in verdicts] == ["scored", "failed", "scored"]

@@ -76,21 +76,6 @@ def test_an_interpreter_that_exits_without_closing_leaves_nothing_but_its_answer
     assert [count.received for count in server.counts().containing("first answer")] == [1]
 
 
-def test_an_exception_in_the_with_block_ends_the_engine(mock: Mock, script: Any, placement: str) -> None:
-    process = script(
-        START
-        + """
-    with Judge(config) as judge:
-        judge.submit(["a"] * 10)
-        raise ValueError("mine")
-    """,
-        mock(hang_share=1.0).url,
-        placement,
-    )
-    code, _, err = ends(process)
-    assert code == 1 and err.rstrip().endswith("ValueError: mine") and err.count("Traceback") == 1
-
-
 @pytest.mark.parametrize("moment", ["waiting", "starting"])
 def test_ctrl_c_raises_keyboard_interrupt_and_leaves_nothing(
     mock: Mock, script: Any, placement: str, moment: str
@@ -121,13 +106,25 @@ def test_ctrl_c_raises_keyboard_interrupt_and_leaves_nothing(
     assert pid == 0 or until(lambda: is_gone(pid), 3.0)
 
 
-def test_ctrl_c_without_a_handler_shows_one_traceback(mock: Mock, script: Any, placement: str) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, 0], ids=["Ctrl-C", "exception"])
+def test_a_program_without_a_handler_shows_one_traceback(
+    mock: Mock, script: Any, placement: str, number: signal.Signals
+) -> None:
     server = mock(hang_share=1.0)
-    process = script(START + "    judge = Judge(config)\n    judge.submit(['a']).result()\n", server.url, placement)
-    assert until(lambda: server.counts().in_flight == 1)
-    os.killpg(process.pid, signal.SIGINT)
+    source = """
+    with Judge(config) as judge:
+        handle = judge.submit(["a"])
+        if sys.argv[3] == "0":
+            raise ValueError("mine")
+        handle.result()
+    """
+    process = script(START + source, server.url, placement, str(int(number)))
+    if number:
+        assert until(lambda: server.counts().in_flight == 1)
+        os.killpg(process.pid, number)
     code, _, err = ends(process)
-    assert code == -signal.SIGINT and err.count("Traceback") == 1 and err.rstrip().endswith("KeyboardInterrupt")
+    last = "KeyboardInterrupt" if number else "ValueError: mine"
+    assert code == (-number or 1) and err.count("Traceback") == 1 and err.rstrip().endswith(last)
 
 
 @pytest.mark.parametrize("grandchild", [False, True], ids=["alone", "with a fork that holds the socket"])
@@ -248,36 +245,6 @@ def test_a_fork_right_after_the_first_submit_harms_neither(mock: Mock, script: A
     assert (code, out) == (0, "1\n")
 
 
-def test_a_judge_goes_to_a_spawned_process(mock: Mock, script: Any, placement: str) -> None:
-    server = mock(api_key="sk-from-the-environment")
-    process = script(
-        START
-        + """
-    import multiprocessing
-
-    def work(judge, queue):
-        with judge:
-            queue.put([v.status for v in judge.submit(["there"]).result(20)])
-
-    if __name__ == "__main__":
-        context = multiprocessing.get_context("spawn")
-        with Judge(config) as judge:
-            say(judge.submit(["here"]).result(20)[0].status)
-            queue = context.Queue()
-            other = context.Process(target=work, args=(judge, queue), daemon=True)
-            other.start()
-            say(queue.get(timeout=20))
-            other.join(20)
-            say(other.exitcode)
-    """,
-        server.url,
-        placement,
-        env={"OPENAI_API_KEY": "sk-from-the-environment"},
-    )
-    code, out, err = ends(process)
-    assert (code, out, err) == (0, "scored\n['scored']\n0\n", "")
-
-
 def test_a_shells_small_limit_of_open_files_does_not_bound_the_concurrency(mock: Mock, script: Any) -> None:
     server = mock(latency_s=0.3)
     process = script(
@@ -295,17 +262,49 @@ def test_a_shells_small_limit_of_open_files_does_not_bound_the_concurrency(mock:
     assert server.counts().max_in_flight > 100
 
 
-def test_a_parser_in_the_callers_own_module_is_found_by_the_child(mock: Mock, script: Any, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("def read(reply):\n    return 2.0 * float(reply)\n")
+def test_a_parser_in_the_callers_own_module_is_found_and_a_verdict_that_cannot_be_sent_fails_alone(
+    mock: Mock, script: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def read(reply):\n    return 2.0 * float(reply), {'\\ud800': 1.0} if reply.strip() == '1' else {}\n"
+    )
     process = script(
         START
         + """
     from freewheel.judge import Rubric
     rubric = Rubric(name="mine", system="s", parser="mine:read", low=0, high=100)
     with Judge(JudgeConfig(endpoint=url, model="m", rubric=rubric)) as judge:
-        say(judge.submit(["a"]).result(20)[0].value)
+        verdicts = judge.submit(["good", "bad"]).result(20)
+        say(verdicts[0].value, verdicts[1].reason, judge.stats().restarts)
     """,
-        mock(scores={"a": "21"}).url,
+        mock(scores={"good": "21", "bad": "1"}).url,
         "process",
     )
-    assert ends(process) == (0, "42.0\n", "")
+    assert ends(process) == (0, "42.0 engine 0\n", "")
+
+
+def test_submits_interrupted_by_exceptions_from_signals_leave_a_judge_that_works(mock: Mock, script: Any) -> None:
+    process = script(
+        START
+        + """
+    class Torn(Exception): pass
+    def tear(*_): raise Torn
+    signal.signal(signal.SIGALRM, tear)
+    with Judge(config) as judge:
+        judge.submit(["warm"]).result(20)
+        for number in range(1000):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 1e-6 * (number % 200 + 1))
+                judge.submit([f"torn {number} {i}" for i in range(3)])
+                time.sleep(0.0005)
+            except Torn:
+                pass
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+        say([verdict.status for verdict in judge.submit(["after"]).result(20)], judge.stats().restarts)
+    """,
+        mock().url,
+        "process",
+    )
+    code, out, err = ends(process)
+    assert (code, out) == (0, "['scored'] 0\n"), err

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import replace
 from statistics import fmean
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,14 +20,16 @@ SEEDS = range(5)
 EVENTS = ("send", "succeed", "throttle", "overload", "break", "release")
 
 events = st.lists(st.tuples(st.sampled_from(EVENTS), st.floats(0.0, 3.0)), max_size=200)
-any_number = st.floats(allow_nan=True, allow_infinity=True)
-memories = st.builds(
-    LimiterMemory,
-    window=any_number,
-    bound=any_number,
-    rtt_s=any_number,
-    base_latency_s=any_number,
-    levels=st.dictionaries(st.integers(), st.tuples(any_number, any_number), max_size=8),
+memories = st.fixed_dictionaries(
+    {},
+    optional={
+        "window": st.floats(-1, 5000),
+        "bound": st.floats(-1, 5000),
+        "rtt_s": st.floats(-1, 1e9),
+        "levels": st.dictionaries(
+            st.integers(-1, 60).map(str), st.tuples(st.floats(-1, 1e12), st.floats(-1, 1e4)), max_size=8
+        ),
+    },
 )
 
 
@@ -104,7 +107,11 @@ def test_from_every_state_successes_let_the_limit_grow_again(script: list[tuple[
 
 
 @given(memories, events)
-def test_damaged_memory_is_harmless(memory: LimiterMemory, script: list[tuple[str, float]]) -> None:
+def test_a_damaged_memory_is_refused_or_harmless(stored: dict[str, Any], script: list[tuple[str, float]]) -> None:
+    try:
+        memory = msgspec.json.decode(msgspec.json.encode(stored), type=LimiterMemory)
+    except msgspec.ValidationError:
+        return
     limiter = Limiter(memory=memory)
     assert 1 <= limiter.limit <= MOST
     now = play(limiter, script)
@@ -112,15 +119,11 @@ def test_damaged_memory_is_harmless(memory: LimiterMemory, script: list[tuple[st
 
 
 @given(events)
-def test_what_is_remembered_survives_its_encoding_and_a_limiter_starts_from_it(
-    script: list[tuple[str, float]],
-) -> None:
+def test_a_limiter_starts_from_the_encoded_memory_of_another(script: list[tuple[str, float]]) -> None:
     limiter = Limiter()
     serve(limiter, play(limiter, script), 100)
-    memory = limiter.memory()
-    assert msgspec.json.decode(msgspec.json.encode(memory), type=LimiterMemory) == memory
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(memory), type=LimiterMemory) == memory
-    assert Limiter(memory=memory).limit >= limiter.limit
+    memory = msgspec.json.decode(msgspec.json.encode(limiter.memory()), type=LimiterMemory)
+    assert memory == limiter.memory() and Limiter(memory=memory).limit >= limiter.limit
 
 
 @given(st.integers(1, 31))
@@ -148,31 +151,19 @@ def test_a_burst_cuts_once_and_by_little() -> None:
     assert limiter.limit == min(after_cut, limiter.in_flight)
 
 
-def test_isolated_overload_errors_are_not_overload() -> None:
+@pytest.mark.parametrize(("faults", "rounds", "lowers"), [(1, 20, False), (10, 3, True)])
+def test_only_sustained_overload_errors_lower_the_limit(faults: int, rounds: int, lowers: bool) -> None:
     limiter = Limiter(memory=LimiterMemory(window=40.0, bound=40.0, rtt_s=1.0))
     now = 0.0
-    for round_number in range(20):
-        out = fill(limiter, now)
-        now += 1.0
-        if round_number % 2:
-            limiter.faulted(out.pop(), now, overload=True)
-        for ticket in out:
-            limiter.succeeded(ticket, now)
-    assert limiter.limit >= 40
-
-
-def test_sustained_overload_errors_lower_the_limit() -> None:
-    limiter = Limiter(memory=LimiterMemory(window=40.0, bound=40.0, rtt_s=1.0))
-    now = 0.0
-    for _ in range(3):
+    for number in range(rounds):
         out = fill(limiter, now)
         now += 1.0
         for index, ticket in enumerate(out):
-            if index % 4:
-                limiter.succeeded(ticket, now)
-            else:
+            if index % 4 == 0 and index < 4 * faults and (lowers or number % 2):
                 limiter.faulted(ticket, now, overload=True)
-    assert limiter.limit < 40
+            else:
+                limiter.succeeded(ticket, now)
+    assert (limiter.limit < 40) is lowers
 
 
 def test_a_judge_that_refuses_everything_is_asked_seldom_and_found_again_when_it_is_back() -> None:
@@ -189,13 +180,6 @@ def test_a_judge_that_refuses_everything_is_asked_seldom_and_found_again_when_it
     assert limiter.limit <= 2
     serve(limiter, now, 120)
     assert limiter.limit > 50
-
-
-def test_a_release_says_nothing_about_concurrency() -> None:
-    limiter = Limiter()
-    for ticket in fill(limiter, 0.0):
-        limiter.released(ticket, 1.0)
-    assert limiter.limit == START
 
 
 def batches(name: str, *, warm: bool) -> list[Outcome]:
@@ -244,15 +228,11 @@ def test_a_batch_takes_little_longer_than_at_the_best_fixed_concurrency(
         assert fmean(outcome.refused for outcome in outcomes) <= refused_share * 1024
 
 
-def test_a_refusing_judge_is_never_stormed() -> None:
-    stormed = run_batch(PROFILES["P"], Limiter(fixed=200), lognormal_works(1024, seed=0), seed=0)
-    ours = run_batch(PROFILES["P"], Limiter(), lognormal_works(1024, seed=0), seed=0)
-    assert ours.refused * 100 < stormed.refused
-
-
-def test_an_outage_meets_probes_and_not_the_whole_batch() -> None:
-    outcome = run_batch(PROFILES["O"], Limiter(), lognormal_works(1024, seed=0), seed=0)
-    assert outcome.faults < 120  # some 80 were in flight when it began
+def test_a_judge_that_refuses_or_is_down_is_probed_and_not_stormed() -> None:
+    works = lognormal_works(1024, seed=0)
+    stormed = run_batch(PROFILES["P"], Limiter(fixed=200), works, seed=0)
+    assert run_batch(PROFILES["P"], Limiter(), works, seed=0).refused * 100 < stormed.refused
+    assert run_batch(PROFILES["O"], Limiter(), works, seed=0).faults < 120  # some 80 were in flight when it began
 
 
 # The pacer knows seconds: judges count requests in seconds and minutes, not in round trips.

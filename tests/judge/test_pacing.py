@@ -9,7 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from multidict import CIMultiDict
 
-from freewheel.judge.pacing import MOST_PAUSE_S, Pacer, RateHeaders, parse_duration_s
+from freewheel.judge.pacing import (
+    BASE_BACKOFF_S,
+    MAX_BACKOFF_S,
+    MOST_PAUSE_S,
+    RETRY_AFTER_SPREAD,
+    HeaderBudget,
+    Pacer,
+    RateHeaders,
+    backoff_s,
+    parse_duration_s,
+    read_rate_headers,
+)
 
 WALL_NOW = 1_800_000_000.0  # 2027-01-15 08:00:00 UTC
 
@@ -45,7 +56,6 @@ def send_for(pacer: Pacer, seconds: float, tokens: int = 1, start: float = 0.0) 
         ("-3", 0.0),
         ("Fri, 15 Jan 2027 08:00:30 GMT", 30.0),
         ("Fri, 15 Jan 2027 07:00:00 GMT", 0.0),
-        ("2027-01-15T08:01:00Z", 60.0),
         ("1800000090", 90.0),
         ("1800000090500", 90.5),
     ],
@@ -65,27 +75,32 @@ def test_no_text_breaks_the_duration_parser(text: str) -> None:
     assert seconds is None or (math.isfinite(seconds) and seconds >= 0.0)
 
 
-def test_headers_without_a_rate_limit_are_none() -> None:
-    assert RateHeaders.parse(CIMultiDict({"Content-Type": "application/json"}), WALL_NOW) is None
-
-
-def test_headers_are_read_whatever_their_case() -> None:
-    headers = CIMultiDict(
-        {
-            "X-RateLimit-Limit-Requests": "60",
-            "X-RateLimit-Remaining-Requests": "59",
-            "X-RateLimit-Reset-Requests": "1s",
-            "x-ratelimit-limit-tokens": "150000",
-            "x-ratelimit-remaining-tokens": "149984",
-            "x-ratelimit-reset-tokens": "6m0s",
-        }
-    )
-    assert RateHeaders.parse(headers, WALL_NOW) == RateHeaders(60.0, 59.0, 1.0, 150000.0, 149984.0, 360.0)
-
-
-def test_damaged_headers_say_nothing() -> None:
-    headers = CIMultiDict({"x-ratelimit-limit-requests": "many", "x-ratelimit-remaining-requests": "-1"})
-    assert RateHeaders.parse(headers, WALL_NOW) == RateHeaders()
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        ({"Content-Type": "application/json"}, None),
+        ({"x-ratelimit-limit-requests": "60"}, None),
+        (
+            {
+                "X-RateLimit-Limit-Requests": "60",
+                "X-RateLimit-Remaining-Requests": "59",
+                "X-RateLimit-Reset-Requests": "1s",
+                "x-ratelimit-limit-tokens": "150000",
+                "x-ratelimit-remaining-tokens": "149984",
+                "x-ratelimit-reset-tokens": "6m0s",
+            },
+            RateHeaders(HeaderBudget(60.0, 59.0, 1.0), HeaderBudget(150000.0, 149984.0, 360.0)),
+        ),
+        (
+            {"x-ratelimit-limit": "60", "x-ratelimit-remaining": "1"},
+            RateHeaders(HeaderBudget(60.0, 1.0)),
+        ),
+        ({"x-ratelimit-limit-requests": "many", "x-ratelimit-remaining-requests": "-1"}, RateHeaders()),
+    ],
+    ids=["none", "limit alone", "requests and tokens", "unnamed", "damaged"],
+)
+def test_rate_headers_are_read_whatever_their_case(headers: dict[str, str], expected: RateHeaders | None) -> None:
+    assert read_rate_headers(CIMultiDict(headers), WALL_NOW) == expected
 
 
 def test_without_budgets_everything_may_leave_at_once() -> None:
@@ -111,21 +126,8 @@ def test_a_request_larger_than_the_bucket_leaves_and_the_next_one_waits_for_it()
     assert pacer.ready_at(0.0, 1_000_000) <= 0.0
     pacer.sent(0.0, 12_000)
     assert pacer.ready_at(0.0, 100) == pytest.approx(120.0, rel=0.02)
-
-
-def test_tokens_that_were_not_used_are_given_back() -> None:
-    pacer = Pacer(tokens_per_minute=6_000)
-    pacer.sent(0.0, 1_000)
-    waiting_s = pacer.ready_at(0.0, 100)
-    pacer.settled(0.0, 1_000, 100, 1.0)
-    assert pacer.ready_at(0.0, 100) < waiting_s
-
-
-def test_a_refusal_for_the_rate_pauses_briefly_whatever_it_asks_for() -> None:
-    pacer = Pacer()
-    pacer.sent(0.0, 0)
-    pacer.rejected(0.1, 3600.0)
-    assert 0.1 < pacer.ready_at(0.1, 0) <= 0.1 + MOST_PAUSE_S
+    pacer.settled(0.0, 12_000, 6_000, 1.0)
+    assert pacer.ready_at(0.0, 100) == pytest.approx(60.0, rel=0.02), "unused tokens are given back"
 
 
 def test_after_a_refusal_the_pace_is_what_was_accepted_and_rises_slowly() -> None:
@@ -160,8 +162,9 @@ def test_a_burst_of_refusals_counts_once() -> None:
     for index in range(50):
         pacer.sent(index * 0.02, 0)
     for _ in range(10):
-        pacer.rejected(1.0, 1.0)
-    assert len(send_for(pacer, 10.0, start=2.0)) > 450, "one refusal leaves 48 per second"
+        pacer.rejected(1.0, 3600.0)
+    assert 1.0 < pacer.ready_at(1.0, 0) <= 1.0 + MOST_PAUSE_S, "the pause is short, whatever the server requests"
+    assert len(send_for(pacer, 10.0, start=3.0)) > 450, "one refusal leaves 48 per second"
 
 
 def test_a_pace_that_nothing_refuses_any_more_is_forgotten() -> None:
@@ -178,36 +181,25 @@ def test_a_pace_that_nothing_refuses_any_more_is_forgotten() -> None:
         pacer.sent(now, 0)
 
 
-def test_the_pace_stays_under_the_limit_header() -> None:
-    pacer = Pacer()
-    pacer.observed(0.0, RateHeaders(limit_requests=600.0))
-    for _ in range(500):
-        pacer.sent(0.5, 0)
-    pacer.rejected(1.0, 1.0)
-    now = 2.0
-    for _ in range(100):
-        pacer.settled(now, 0, 0, 0.1)
-        send_for(pacer, 0.1, start=now)
-        now += 0.1
-    assert len(send_for(pacer, 10.0, start=now)) <= 101
-
-
 def test_headers_bind_only_when_little_is_left() -> None:
     pacer = Pacer()
-    pacer.observed(0.0, RateHeaders(limit_requests=600.0, remaining_requests=500.0, reset_requests_s=10.0))
+    pacer.observed(0.0, RateHeaders(HeaderBudget(600.0, 500.0, 10.0)))
     for _ in range(300):
         assert pacer.ready_at(0.01, 0) <= 0.01
         pacer.sent(0.01, 0)
-    pacer.observed(0.01, RateHeaders(limit_requests=600.0, remaining_requests=0.0, reset_requests_s=60.0))
+    pacer.observed(0.01, RateHeaders(HeaderBudget(600.0, 0.0, 60.0)))
+    pacer.observed(0.01, RateHeaders(HeaderBudget(600.0, 60.0, 60.0)))  # a reply that was delayed
+    assert pacer.ready_at(0.01, 0) > 0.01
+    pacer.observed(0.01, RateHeaders(HeaderBudget(600.0, 0.0, 60.0)))
     assert pacer.ready_at(0.01, 0) == pytest.approx(0.11)
     assert len(send_for(pacer, 10.0, start=0.01)) == pytest.approx(100, abs=2)
-    pacer.observed(20.0, RateHeaders(limit_requests=600.0, remaining_requests=600.0, reset_requests_s=0.0))
+    pacer.observed(20.0, RateHeaders(HeaderBudget(600.0, 600.0, 0.0)))
     assert pacer.ready_at(20.0, 0) <= 20.0
 
 
 def test_scarce_tokens_in_the_headers_hold_back_large_requests() -> None:
     pacer = Pacer()
-    pacer.observed(0.0, RateHeaders(limit_tokens=60_000.0, remaining_tokens=1_000.0, reset_tokens_s=59.0))
+    pacer.observed(0.0, RateHeaders(tokens=HeaderBudget(60_000.0, 1_000.0, 59.0)))
     assert pacer.ready_at(0.0, 500) <= 0.0
     assert pacer.ready_at(0.0, 3_000) == pytest.approx(2.0)
 
@@ -219,7 +211,7 @@ steps = st.one_of(
     st.tuples(st.just("reject"), st.none() | st.floats(allow_nan=True)),
     st.tuples(
         st.just("observe"),
-        st.builds(RateHeaders, any_amount, any_amount, any_amount, any_amount, any_amount, any_amount),
+        st.builds(RateHeaders, *[st.builds(HeaderBudget, any_amount, any_amount, any_amount)] * 2),
     ),
 )
 
@@ -250,3 +242,17 @@ def test_a_request_never_waits_for_ever(requests: float | None, tokens: float | 
             break
         now = at
     assert pacer.ready_at(now, 1000) <= now
+
+
+# -- back-off ---------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 10_000), st.none() | st.floats(0, 1e6), st.floats(0, 1, exclude_max=True))
+def test_back_off_is_what_the_server_requests_or_full_jitter_under_a_cap(
+    failures: int, requested_s: float | None, luck: float
+) -> None:
+    wait_s = backoff_s(failures, requested_s, lambda: luck)
+    if requested_s:
+        assert requested_s <= wait_s <= requested_s * (1 + RETRY_AFTER_SPREAD)
+    else:
+        assert wait_s == min(MAX_BACKOFF_S, BASE_BACKOFF_S * 2.0 ** min(failures - 1, 30)) * luck

@@ -146,19 +146,12 @@ def test_the_engine_gets_at_most_a_window_and_more_as_it_answers() -> None:
     assert sent(tracker) == list(range(WINDOW, WINDOW + 10))
 
 
-def test_a_batch_that_ends_early_makes_room() -> None:
+def test_a_cancelled_batch_and_an_answer_that_comes_twice_make_room_once() -> None:
     tracker = RequestTracker()
-    for _ in range(3):
-        full = tracker.submit(requests(WINDOW), None)
-        assert len(sent(tracker)) == WINDOW
-        full.cancel()
-
-
-def test_an_answer_that_comes_twice_counts_once() -> None:
-    tracker = RequestTracker()
+    tracker.submit(requests(WINDOW), None).cancel()
     handle = tracker.submit(requests(WINDOW + 10), None)
-    drain(tracker)
-    tracker.take(Results([(0, 0, Scored(1.0)), (0, 0, Scored(2.0))], 0.0))
+    assert len(sent(tracker)) == WINDOW
+    tracker.take(Results([(1, 0, Scored(1.0)), (1, 0, Scored(2.0))], 0.0))
     assert len(sent(tracker)) == 1
     assert handle._verdicts[0] == Scored(1.0) and handle.progress().scored == 1
 
@@ -226,9 +219,9 @@ def test_at_the_end_everything_open_ends_and_nothing_more_is_accepted(
     end: str, reason: str, error: type[Exception]
 ) -> None:
     tracker = RequestTracker()
-    handle, asked = tracker.submit(requests(2), None), tracker.ask_stats()
+    handle, asked = tracker.submit([*requests(2), JudgeRequest("y", skip="rule")], None), tracker.ask_stats()
     getattr(tracker, end)("out of luck")
-    assert [(v.reason, v.detail) for v in handle.result(0)] == [(reason, "out of luck")] * 2
+    assert handle.result(0) == [Failed(reason, 0, "out of luck")] * 2 + [Skipped("rule")]
     with pytest.raises(error, match="out of luck"):
         tracker.submit(requests(1), None)
     assert tracker.ask_stats().result(0) == JudgeStats(), "no engine is left to answer"
@@ -239,16 +232,9 @@ def test_at_the_end_everything_open_ends_and_nothing_more_is_accepted(
 def test_stats_answer_everyone_who_asked_and_survive_the_engine() -> None:
     tracker = RequestTracker()
     first = tracker.ask_stats()
-    assert drain(tracker) == [AskStats()] and tracker.has_asked_for_stats()
+    assert tracker.ask_stats() is first and drain(tracker) == [AskStats()]
     tracker.take(StatsReply(JudgeStats(scored=2)))
-    assert first.result(0).scored == tracker.last_stats.scored == 2 and not tracker.has_asked_for_stats()
+    assert first.result(0).scored == tracker.last_stats.scored == 2
     second = tracker.ask_stats()
     tracker.engine_lost()
     assert second.result(0).scored == 2 and drain(tracker) == []
-
-
-def test_a_request_to_skip_stays_skipped_when_the_engine_cannot_start() -> None:
-    tracker = RequestTracker()
-    handle = tracker.submit([JudgeRequest("x"), JudgeRequest("y", skip="rule")], None)
-    tracker.break_down("no process")
-    assert handle.result(0) == [Failed("engine", 0, "no process"), Skipped("rule")]

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 from aiohttp import hdrs, web
 from aiohttp.abc import AbstractStreamWriter
@@ -24,33 +24,56 @@ from aiohttp.http import RawRequestMessage
 from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler
 
-from freewheel.gateway.limits import Limits
-from freewheel.gateway.problem import Problem
+from freewheel.gateway.limits import Limits, Problem
 from freewheel.utils.http import server_log
 
-log = logging.getLogger("freewheel.gateway")
-
-SWEEP_S = 1.0
-"""How often silent connections are looked for; their time limit is ten times as long."""
 EVICT_IDLE_S = 5.0
 """A connection that has been idle for less may be about to be used: closing it would break a request on its way."""
 LINGER_S = 5.0
 """A refused body is read and discarded for this long; if the connection closed at once, the client would not see why.
 """
+GONE = 499
+"""The status that proxies log for a client that closed its connection. No client sees it."""
+METRIC_PREFIX = "freewheel_gateway_"
+EVENTS_TYPE = "text/event-stream; charset=utf-8"
 
 Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
+class Counts:
+    """Counters, which only grow."""
+
+    def __init__(self) -> None:
+        self.requests: Counter[tuple[str, int]] = Counter()
+        """By (route, status). A client that hung up before its reply counts as `GONE`."""
+        self.rejected: Counter[str] = Counter()
+        """By the limit that was reached: the error's `code`, or `connections`."""
+        self.connections = 0
+
+    def prometheus(self, **gauges: int) -> str:
+        """Return Prometheus text; every name starts with `freewheel_gateway_`."""
+        requests = {f'{{route="{route}",status="{status}"}}': n for (route, status), n in self.requests.items()}
+        rejected = {f'{{limit="{limit}"}}': n for limit, n in self.rejected.items()}
+        families = [
+            ("requests_total", "counter", requests),
+            ("rejected_total", "counter", rejected),
+            ("connections_total", "counter", {"": self.connections}),
+            *((name, "gauge", {"": value}) for name, value in gauges.items()),
+        ]
+        lines: list[str] = []
+        for name, kind, values in families:
+            lines.append(f"# TYPE {METRIC_PREFIX}{name} {kind}")
+            lines += [f"{METRIC_PREFIX}{name}{labels} {value}" for labels, value in sorted(values.items())]
+        return "\n".join(lines) + "\n"
+
+
+@dataclass(slots=True)
 class _Connection:
-    """The state of one connection."""
-
-    __slots__ = ("busy", "idle_since", "served", "transport")
-
-    def __init__(self, transport: asyncio.Transport, now: float) -> None:
-        self.transport = transport
-        self.busy = 0
-        self.served = 0
-        self.idle_since = now
+    transport: asyncio.Transport
+    silence: asyncio.TimerHandle
+    """Closes it if no request comes."""
+    idle_since: float
+    busy: int = 0
 
 
 class Connections(web.Server):
@@ -70,7 +93,6 @@ class Connections(web.Server):
         self._counts = counts
         self._refusal = _raw(refusal)
         self._open: dict[RequestHandler, _Connection] = {}
-        self._sweeper: asyncio.TimerHandle | None = None
         self.busy = 0
         self.none_busy = asyncio.Event()
         self.none_busy.set()
@@ -89,14 +111,15 @@ class Connections(web.Server):
             transport.write(self._refusal)
             transport.close()
             return
-        self._open[handler] = _Connection(transport, now)
+        silence = self._loop.call_later(self._limits.header_timeout_s, self._close_silent, transport)
+        self._open[handler] = _Connection(transport, silence, now)
         self.none_open.clear()
-        if self._sweeper is None:
-            self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
 
     def connection_lost(self, handler: RequestHandler, exc: BaseException | None = None) -> None:
         super().connection_lost(handler, exc)
-        self._open.pop(handler, None)
+        connection = self._open.pop(handler, None)
+        if connection is not None:
+            connection.silence.cancel()
         if not self._open:
             self.none_open.set()
 
@@ -106,7 +129,7 @@ class Connections(web.Server):
         connection = self._open.get(handler)
         if connection is not None:
             connection.busy += 1
-            connection.served += 1
+            connection.silence.cancel()
         self.busy += 1
         self.none_busy.clear()
         try:
@@ -120,8 +143,6 @@ class Connections(web.Server):
                 connection.idle_since = time.monotonic()
 
     def abort_all(self) -> None:
-        if self._sweeper is not None:
-            self._sweeper.cancel()
         for connection in list(self._open.values()):
             connection.transport.abort()
 
@@ -130,16 +151,15 @@ class Connections(web.Server):
         if not idle:
             return False
         # Forget it now: its loss is reported later, and another connection may arrive before that.
-        self._open.pop(min(idle, key=lambda handler: self._open[handler].idle_since)).transport.abort()
+        longest = self._open.pop(min(idle, key=lambda handler: self._open[handler].idle_since))
+        longest.silence.cancel()
+        longest.transport.abort()
         return True
 
-    def _sweep(self) -> None:
-        """Close connections that never sent a complete request head: aiohttp gives them its keep-alive time."""
-        self._sweeper = self._loop.call_later(SWEEP_S, self._sweep) if self._open else None
-        since = time.monotonic() - self._limits.header_timeout_s
-        for connection in [c for c in self._open.values() if not c.served and c.idle_since < since]:
-            self._counts.rejected["header_timeout"] += 1
-            connection.transport.abort()
+    def _close_silent(self, transport: asyncio.Transport) -> None:
+        """Close a connection that never sent a complete request head: aiohttp gives it its keep-alive time."""
+        self._counts.rejected["header_timeout"] += 1
+        transport.abort()
 
     def _request(
         self,
@@ -162,57 +182,7 @@ def _raw(problem: Problem) -> bytes:
     return ("\r\n".join(lines) + "\r\n\r\n").encode() + body
 
 
-# -- counters ---------------------------------------------------------------------------------------------------------
-
-
-PREFIX = "freewheel_gateway_"
-
-
-class Counts:
-    """Counters, which only grow."""
-
-    def __init__(self) -> None:
-        self.requests: Counter[tuple[str, int]] = Counter()
-        """By (route, status). A client that hung up before its reply counts as `GONE`."""
-        self.rejected: Counter[str] = Counter()
-        """By the limit that was reached: the error's `code`, or `connections`."""
-        self.connections = 0
-
-    def prometheus(self, *, open_connections: int, in_flight: int, waiting: int, draining: bool) -> str:
-        """Return Prometheus text; every name starts with `freewheel_gateway_`."""
-        gauges = {
-            "open_connections": open_connections,
-            "in_flight": in_flight,
-            "waiting": waiting,
-            "draining": int(draining),
-        }
-        return "\n".join([*self._counters(), *_gauges(gauges)]) + "\n"
-
-    def _counters(self) -> Iterator[str]:
-        yield f"# TYPE {PREFIX}requests_total counter"
-        for (route, status), number in sorted(self.requests.items()):
-            yield f'{PREFIX}requests_total{{route="{route}",status="{status}"}} {number}'
-        yield f"# TYPE {PREFIX}rejected_total counter"
-        for limit, number in sorted(self.rejected.items()):
-            yield f'{PREFIX}rejected_total{{limit="{limit}"}} {number}'
-        yield f"# TYPE {PREFIX}connections_total counter"
-        yield f"{PREFIX}connections_total {self.connections}"
-
-
-GONE = 499
-"""The status that proxies log for a client that closed its connection. No client sees it."""
-
-
-def _gauges(values: dict[str, int]) -> Iterator[str]:
-    for name, value in values.items():
-        yield f"# TYPE {PREFIX}{name} gauge"
-        yield f"{PREFIX}{name} {value}"
-
-
 # -- event streams ----------------------------------------------------------------------------------------------------
-
-
-EVENTS_TYPE = "text/event-stream; charset=utf-8"
 
 
 class Ended(web.StreamResponse):
@@ -237,12 +207,8 @@ class EventStream:
         self._timeout_s = write_timeout_s
         self._gone = False
         # Buffering proxies (nginx) would turn a stream into one late reply.
-        said = {hdrs.CONTENT_TYPE: EVENTS_TYPE, hdrs.CACHE_CONTROL: "no-cache", "X-Accel-Buffering": "no"}
-        self.response = web.StreamResponse(headers={**said, **headers, "x-freewheel-cache": "miss"})
-
-    @property
-    def begun(self) -> bool:
-        return self.response.prepared
+        own = {hdrs.CONTENT_TYPE: EVENTS_TYPE, hdrs.CACHE_CONTROL: "no-cache", "X-Accel-Buffering": "no"}
+        self.response = web.StreamResponse(headers={**own, **headers, "x-freewheel-cache": "miss"})
 
     async def write(self, chunk: bytes) -> None:
         """Write a chunk. Raises `OSError` if the client is gone or does not read for too long; the engine then frees

@@ -1,6 +1,7 @@
-"""Decides which requests the gateway accepts: limits for all clients together, and one token. No I/O.
+"""Decides which requests the gateway accepts, and what the others get. No I/O.
 
     Content-Length ─▶ Load.hold_bytes      body parsed ─▶ Load.hold_requests      answered ─▶ both released
+    bad input, no token, too much at once, a failed verdict ─▶ Problem ─▶ status, headers, the OpenAI API's JSON
 
 The token arrives as `Authorization: Bearer TOKEN` (the OpenAI clients' `api_key`) or as the password of `Authorization:
 Basic`, as in `http://any:TOKEN@HOST:PORT/slime`. Without a token only this machine is served, and no web page open on
@@ -10,20 +11,118 @@ it. Client headers are never sent upstream.
 from __future__ import annotations
 
 import base64
-import binascii
 import contextlib
 import hashlib
 import hmac
 from collections.abc import Callable, Iterator, Mapping
 from http import HTTPStatus
+from typing import Final
 
 import msgspec
 
-from freewheel.errors import ConfigError
-from freewheel.gateway.problem import Problem
+from freewheel.errors import VALUE_CHARS, ConfigError
 from freewheel.judge.config import Secret
+from freewheel.judge.verdict import Failed, Reason
 from freewheel.utils.checks import check_number
 from freewheel.utils.http import is_loopback
+
+# -- problems ---------------------------------------------------------------------------------------------------------
+
+RETRY_AFTER_S: Final = 5
+"""Long enough for a queue or an outage to change, short enough that an obedient worker loses little."""
+
+STATUSES: Final[Mapping[str, HTTPStatus]] = {
+    Reason.UNPARSEABLE: HTTPStatus.BAD_GATEWAY,
+    Reason.DEADLINE: HTTPStatus.GATEWAY_TIMEOUT,
+    Reason.THROTTLED: HTTPStatus.TOO_MANY_REQUESTS,
+    Reason.UNAVAILABLE: HTTPStatus.SERVICE_UNAVAILABLE,
+    Reason.REJECTED: HTTPStatus.BAD_REQUEST,
+    # The key and the model's name upstream belong to the gateway: a 401 or 404 would blame the client.
+    Reason.AUTH: HTTPStatus.BAD_GATEWAY,
+    Reason.NOT_FOUND: HTTPStatus.BAD_GATEWAY,
+    # Not 429, which means "later": these end when somebody pays.
+    Reason.QUOTA: HTTPStatus.PAYMENT_REQUIRED,
+    Reason.BUDGET: HTTPStatus.PAYMENT_REQUIRED,
+    Reason.CANCELLED: HTTPStatus.SERVICE_UNAVAILABLE,
+    Reason.ENGINE: HTTPStatus.INTERNAL_SERVER_ERROR,
+}
+"""HTTP statuses of failed verdicts."""
+
+TEMPORARY: Final = frozenset({Reason.THROTTLED, Reason.UNAVAILABLE, Reason.CANCELLED})
+"""Failures that a later try may avoid."""
+
+_TYPES: Final[Mapping[int, str]] = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.FORBIDDEN: "permission_error",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+}
+
+
+class Problem(Exception):
+    """A request that gets an error, as its client sees it.
+
+    The engine has already retried. A permanent problem carries `x-should-retry: false`, which the openai SDK respects;
+    a temporary one carries `Retry-After`.
+    """
+
+    def __init__(
+        self,
+        status: HTTPStatus,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        temporary: bool = False,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message.encode("utf-8", "replace").decode())  # a lone surrogate could not be sent
+        self.status = status
+        self.code = code
+        self.param = param
+        retry = {"Retry-After": str(RETRY_AFTER_S)} if temporary else {"x-should-retry": "false"}
+        self.headers = {**retry, **(headers or {})}
+
+    def body(self) -> bytes:
+        default = "server_error" if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
+        kind = _TYPES.get(self.status, default)
+        return msgspec.json.encode(
+            {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        )
+
+
+def bad_field(field: str, value: object, remedy: str) -> Problem:
+    """Return the error for a JSON body with an invalid field."""
+    shown = repr(value)
+    if len(shown) > VALUE_CHARS:
+        shown = shown[:VALUE_CHARS] + "…"
+    return Problem(HTTPStatus.BAD_REQUEST, "invalid_value", f"{field} = {shown}: {remedy}", param=field)
+
+
+def problem_of(failed: Failed) -> Problem:
+    """Return a failed verdict as an HTTP reply. Its detail may be shown: the engine removes keys from it."""
+    status = STATUSES.get(failed.reason, HTTPStatus.INTERNAL_SERVER_ERROR)
+    message = failed.detail or f"the judge's answer is missing ({failed.reason})"
+    headers = {"x-freewheel-attempts": str(failed.attempts)}
+    return Problem(status, failed.reason, message, temporary=failed.reason in TEMPORARY, headers=headers)
+
+
+def draining() -> Problem:
+    """Return the reply to everything that arrives during the shutdown."""
+    message = "the gateway is shutting down; ask again later"
+    return Problem(HTTPStatus.SERVICE_UNAVAILABLE, "draining", message, temporary=True)
+
+
+def too_large(what: str, most: int) -> Problem:
+    message = f"{what} is more than max_body_bytes = {most}; send smaller batches, or raise --max-body-bytes"
+    return Problem(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "body_too_large", message)
+
+
+def _full(why: str) -> Problem:
+    # 429 instead of 503: it asks the client to slow down and does not say that the gateway is broken.
+    return Problem(HTTPStatus.TOO_MANY_REQUESTS, "queue_full", f"{why}; ask again later", temporary=True)
+
+
+# -- limits -----------------------------------------------------------------------------------------------------------
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,13 +198,11 @@ class Load:
     def hold_requests(self, count: int) -> Iterator[None]:
         """Reserve room for judgements until they are answered."""
         most = self._limits.max_waiting
-        if count > most:
-            # Waiting would not help: it never fits.
-            raise Problem(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                "batch_too_large",
-                f"{count} judgements at once are more than max_waiting = {most}; send fewer, or raise --max-waiting",
+        if count > most:  # waiting would not help: it never fits
+            message = (
+                f"{count} judgements at once are more than max_waiting = {most}; send fewer, or raise --max-waiting"
             )
+            raise Problem(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "batch_too_large", message)
         if self.requests + count > most:
             raise _full(f"{self.requests} judgements wait for the judge already")
         self.requests += count
@@ -113,19 +210,6 @@ class Load:
             yield
         finally:
             self.requests -= count
-
-
-def too_large(what: str, most: int) -> Problem:
-    return Problem(
-        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-        "body_too_large",
-        f"{what} is more than max_body_bytes = {most}; send smaller batches, or raise --max-body-bytes",
-    )
-
-
-def _full(why: str) -> Problem:
-    # 429 instead of 503: it asks the client to slow down and does not say that the gateway is broken.
-    return Problem(HTTPStatus.TOO_MANY_REQUESTS, "queue_full", f"{why}; ask again later", passes=True)
 
 
 # -- the token --------------------------------------------------------------------------------------------------------
@@ -152,40 +236,35 @@ class Doorkeeper:
         self._digest = _digest(token.reveal().encode()) if token is not None else None
 
     def check(self, headers: Mapping[str, str]) -> None:
-        if self._digest is None:
-            # A page in this machine's browser may post to loopback unasked; programs send no Origin.
-            if "Origin" in headers:
-                message = "a web page may not use a gateway without a token"
-                raise Problem(HTTPStatus.FORBIDDEN, "origin_refused", message)
-            return
+        # A page in this machine's browser may post to loopback unasked; programs send no Origin.
+        if self._digest is None and "Origin" in headers:
+            message = "a web page may not use a gateway without a token"
+            raise Problem(HTTPStatus.FORBIDDEN, "origin_refused", message)
         if not self.knows(headers):
-            raise Problem(
-                HTTPStatus.UNAUTHORIZED,
-                "invalid_token",
-                "the gateway's token is missing or wrong; give it as the client's api_key (Authorization: Bearer …)",
-                headers={"WWW-Authenticate": "Bearer"},
+            message = (
+                "the gateway's token is missing or wrong; give it as the client's api_key (Authorization: Bearer …)"
             )
+            challenge = {"WWW-Authenticate": "Bearer"}
+            raise Problem(HTTPStatus.UNAUTHORIZED, "invalid_token", message, headers=challenge)
 
     def knows(self, headers: Mapping[str, str]) -> bool:
         """Return whether the request may see everything: it has the token, or needs none."""
         if self._digest is None:
             return True
         # Compare digests in constant time, so that time reveals neither content nor length.
-        return hmac.compare_digest(_digest(_given(headers.get("Authorization", ""))), self._digest)
+        return hmac.compare_digest(_digest(_given_token(headers.get("Authorization", ""))), self._digest)
 
 
 def _digest(text: bytes) -> bytes:
     return hashlib.sha256(text).digest()
 
 
-def _given(header: str) -> bytes:
+def _given_token(header: str) -> bytes:
     scheme, _, rest = header.partition(" ")
-    rest = rest.strip()
+    given = rest.strip().encode("utf-8", "surrogateescape")
     if scheme.lower() == "bearer":
-        return rest.encode("utf-8", "surrogateescape")
+        return given
     if scheme.lower() == "basic":
-        try:
-            return base64.b64decode(rest, validate=True).partition(b":")[2]
-        except (binascii.Error, ValueError):
-            return b""
+        with contextlib.suppress(ValueError):
+            return base64.b64decode(given, validate=True).partition(b":")[2]
     return b""

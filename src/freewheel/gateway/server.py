@@ -17,13 +17,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import math
-import resource
 import signal
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -33,15 +31,15 @@ from aiohttp import hdrs, web
 from freewheel.errors import ConfigError
 from freewheel.gateway import shapes
 from freewheel.gateway.connections import GONE, Connections, Counts, Ended, EventStream
-from freewheel.gateway.limits import Doorkeeper, Limits, Load, too_large
-from freewheel.gateway.problem import Problem, bad_field, draining, problem_of
+from freewheel.gateway.limits import Doorkeeper, Limits, Load, Problem, bad_field, draining, problem_of, too_large
 from freewheel.judge.config import JudgeConfig
 from freewheel.judge.engine import Request
-from freewheel.judge.exchange import ChatRequest, ChatStream, Relayed
+from freewheel.judge.exchange import ChatRequest, Relayed
 from freewheel.judge.judge import InlineJudge
-from freewheel.judge.service import GC_THRESHOLD, REMEMBER_EVERY_S, STATS_EVERY_S, run_loop
-from freewheel.judge.stats import EndpointStats, JudgeStats
+from freewheel.judge.service import tune_process
+from freewheel.judge.transport import run_loop
 from freewheel.judge.verdict import Failed, JudgeClosed, Reason, Verdict
+from freewheel.utils.waiting import unless_stopped, wait_for_event
 
 log = logging.getLogger("freewheel.gateway")
 
@@ -72,20 +70,16 @@ class Gateway:
         self.limits = limits or Limits()
         self.judge = InlineJudge(config)
         self.counts = Counts()
-        self.lag_s = 0.0
-        """Smoothed delay of this loop, measured by `serve`."""
         self._config = config
         self._shares_samples = shares_samples
-        self._models = served_models(config)
         self._load = Load(self.limits)
         self._draining = False
 
     async def start(self, host: str, port: int, door: Doorkeeper) -> int:
         """Listen and return the port; 0 takes a free one. Raises `OSError`."""
         self._door = door
-        busy = Problem(
-            HTTPStatus.SERVICE_UNAVAILABLE, "connections", "the gateway has no connection to spare", passes=True
-        )
+        message = "the gateway has no connection to spare"
+        busy = Problem(HTTPStatus.SERVICE_UNAVAILABLE, "connections", message, temporary=True)
         self._connections = Connections(self.handle, self.limits, self.counts, busy)
         loop = asyncio.get_running_loop()
         # Bind first: if the port is taken, the cache of the other gateway must not be opened.
@@ -102,24 +96,15 @@ class Gateway:
     async def stop(self, drain_s: float = 0.0, at_once: asyncio.Event | None = None) -> None:
         """Shut down in order. New requests get a 503 from now on; open ones have `drain_s`, or until `at_once`."""
         self._draining = True
-        await self._drained(drain_s, at_once or asyncio.Event())
+        until_idle = wait_for_event(self._connections.none_busy, drain_s)
+        await unless_stopped(until_idle, at_once or asyncio.Event())
         await self.judge.close()  # what is still open ends as cancelled, which its client sees as a 503
-        await self._drained(CLOSE_GRACE_S, asyncio.Event())
+        await wait_for_event(self._connections.none_busy, CLOSE_GRACE_S)
         self._server.close()
         self._connections.abort_all()
-        async with asyncio.timeout(CLOSE_GRACE_S):
-            await self._connections.none_open.wait()
+        await wait_for_event(self._connections.none_open, CLOSE_GRACE_S)
         await self._connections.shutdown(CLOSE_GRACE_S)
         await self._server.wait_closed()
-
-    async def _drained(self, seconds: float, at_once: asyncio.Event) -> None:
-        waits = [asyncio.ensure_future(event.wait()) for event in (self._connections.none_busy, at_once)]
-        _, pending = await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        for wait in pending:
-            wait.cancel()
-
-    def stats(self) -> JudgeStats:
-        return msgspec.structs.replace(self.judge.stats(), loop_lag_s=round(self.lag_s, 4))
 
     # -- one request --------------------------------------------------------------------------------------------------
 
@@ -131,8 +116,10 @@ class Gateway:
             try:
                 try:
                     response = await self._route(request)
+                except RecursionError:
+                    response = self._report(shapes.not_json("nested too deep"))
                 except Problem as problem:
-                    response = self._tell(problem)
+                    response = self._report(problem)
                 if self._draining:
                     response.force_close()
                 await self._send(request, response)
@@ -153,7 +140,7 @@ class Gateway:
                 request.transport.abort()
             raise ConnectionResetError("the client does not take its reply") from None
 
-    def _tell(self, problem: Problem) -> web.Response:
+    def _report(self, problem: Problem) -> web.Response:
         if problem.code in LIMIT_CODES:
             self.counts.rejected[problem.code] += 1
         return _reply(problem.body(), status=problem.status, headers=problem.headers)
@@ -172,27 +159,33 @@ class Gateway:
             self._door.check(request.headers)
         return await route(self, request)
 
-    async def _read(self, request: web.BaseRequest, correct: Callable[[int], None]) -> bytes:
-        if request.headers.get(hdrs.EXPECT, "").lower() == "100-continue":
-            await request.writer.write(CONTINUE)  # curl waits a second for it before it sends a large body
-            request.writer.output_size = 0
-        try:
-            async with asyncio.timeout(self.limits.body_timeout_s):
-                body = await request.read()
-        except TimeoutError:
-            message = f"the body did not come within {self.limits.body_timeout_s:g} s"
-            raise Problem(HTTPStatus.REQUEST_TIMEOUT, "body_timeout", message, passes=True) from None
-        except web.HTTPRequestEntityTooLarge:
-            raise too_large("this body", self.limits.max_body_bytes) from None
-        except web.RequestPayloadError as error:
-            raise Problem(HTTPStatus.BAD_REQUEST, "broken_body", f"the body cannot be read: {error}") from None
-        correct(len(body))
-        return body
+    @contextlib.asynccontextmanager
+    async def _body(self, request: web.BaseRequest) -> AsyncIterator[bytes]:
+        """Read the body. It counts against `max_waiting_bytes` until it is answered."""
+        if self._draining:
+            raise draining()
+        length = None if hdrs.CONTENT_ENCODING in request.headers else request.content_length
+        with self._load.hold_bytes(length) as correct:
+            if request.headers.get(hdrs.EXPECT, "").lower() == "100-continue":
+                await request.writer.write(CONTINUE)  # curl waits a second for it before it sends a large body
+                request.writer.output_size = 0
+            try:
+                async with asyncio.timeout(self.limits.body_timeout_s):
+                    body = await request.read()
+            except TimeoutError:
+                message = f"the body did not come within {self.limits.body_timeout_s:g} s"
+                raise Problem(HTTPStatus.REQUEST_TIMEOUT, "body_timeout", message, temporary=True) from None
+            except web.HTTPRequestEntityTooLarge:
+                raise too_large("this body", self.limits.max_body_bytes) from None
+            except web.RequestPayloadError as error:
+                raise Problem(HTTPStatus.BAD_REQUEST, "broken_body", f"the body cannot be read: {error}") from None
+            correct(len(body))
+            yield body
 
     async def _ask(self, request: web.BaseRequest, batch: Sequence[Request], deadline_s: float | None) -> list[Any]:
-        asked = request.headers.get(DEADLINE_HEADER)
-        if asked is not None:
-            deadline_s = _deadline_s(asked)
+        given = request.headers.get(DEADLINE_HEADER)
+        if given is not None:
+            deadline_s = _deadline_s(given)
         deadline_at = time.monotonic() + deadline_s if deadline_s is not None else None
         with self._load.hold_requests(len(batch)):
             try:
@@ -207,38 +200,39 @@ class Gateway:
         self, request: web.BaseRequest, read: Callable[[bytes], Sequence[Request]], deadline_s: float | None
     ) -> tuple[Sequence[Any], list[Verdict]]:
         """Read the body with `read` and judge it."""
-        if self._draining:
-            raise draining()
-        with self._load.hold_bytes(_length(request)) as correct:
-            batch = read(await self._read(request, correct))
+        async with self._body(request) as body:
+            batch = read(body)
             return batch, await self._ask(request, batch, deadline_s)
 
     # -- routes -------------------------------------------------------------------------------------------------------
 
     async def _chat(self, request: web.BaseRequest) -> web.StreamResponse:
-        if self._draining:
-            raise draining()
-        with self._load.hold_bytes(_length(request)) as correct:
-            chat = shapes.read_chat(await self._read(request, correct), self._models)
-            if chat.streams:
-                return await self._chat_stream(request, chat.body)
-            asked = ChatRequest(chat.body, _wants_fresh(request), self._shares_samples)
-            verdicts = await self._ask(request, [asked], self._config.batch_deadline_s)
-        verdict = verdicts[0]
+        caching = request.headers.get(hdrs.CACHE_CONTROL, "").lower()
+        is_fresh = "no-cache" in caching or "no-store" in caching
+        async with self._body(request) as given:
+            body, streams = shapes.read_chat(given, self._config.model)
+            if streams:
+                return await self._chat_stream(request, body)
+            chat = ChatRequest(body, is_fresh, self._shares_samples)
+            [verdict] = await self._ask(request, [chat], self._config.batch_deadline_s)
         if isinstance(verdict, Failed):
             raise problem_of(verdict)
         assert isinstance(verdict, Relayed)
-        return _reply(verdict.content, headers=_told(verdict))
+        headers = {
+            "x-freewheel-cache": "hit" if verdict.cached else "miss",
+            "x-freewheel-attempts": str(verdict.attempts),
+        }
+        return _reply(verdict.content, headers=headers)
 
     async def _chat_stream(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
         stream = EventStream(request, self.limits.write_timeout_s, {hdrs.SERVER: SERVER_NAME})
         try:
             # No deadline unless the client sets one: a started stream may take as long as it likes.
-            [verdict] = await self._ask(request, [ChatStream(body, stream.write)], None)
+            [verdict] = await self._ask(request, [ChatRequest(body, sink=stream.write)], None)
             if isinstance(verdict, Failed):
                 raise problem_of(verdict)
         except Problem as problem:
-            if not stream.begun:
+            if not stream.response.prepared:
                 raise
             return await stream.break_off(problem)
         return stream.response
@@ -256,19 +250,20 @@ class Gateway:
         return _reply(shapes.write_slime(verdicts[0], request.query.get("key")))
 
     async def _list_models(self, request: web.BaseRequest) -> web.StreamResponse:
-        listed = [{"id": model, "object": "model", "created": 0, "owned_by": SERVER_NAME} for model in self._models]
-        return _reply(msgspec.json.encode({"object": "list", "data": listed}))
+        model = {"id": self._config.model, "object": "model", "created": 0, "owned_by": SERVER_NAME}
+        return _reply(msgspec.json.encode({"object": "list", "data": [model]}))
 
     async def _health(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer 200 while it accepts requests. The judge's state is only in the body, because a restart would not
         help."""
-        endpoints = self.stats().endpoints
+        endpoints = self.judge.stats().endpoints
         health: dict[str, Any] = {
             "status": "draining" if self._draining else "ok",
             "judge": "up" if any(one.up for one in endpoints) else "down",
         }
         if self._door.knows(request.headers):  # the judge's address and messages are not for strangers
-            health["endpoints"] = [_health_of(endpoint) for endpoint in endpoints]
+            names = ("up", "url", "model", "in_flight", "limit", "breaker", "halted")
+            health["endpoints"] = [{name: getattr(one, name) for name in names} for one in endpoints]
         status = HTTPStatus.SERVICE_UNAVAILABLE if self._draining else HTTPStatus.OK
         return _reply(msgspec.json.encode(health), status=status)
 
@@ -277,9 +272,9 @@ class Gateway:
             open_connections=len(self._connections),
             in_flight=self._connections.busy,
             waiting=self._load.requests,
-            draining=self._draining,
+            draining=int(self._draining),
         )
-        text = self.stats().prometheus() + own
+        text = self.judge.stats().prometheus() + own
         return _reply(text.encode(), headers={hdrs.CONTENT_TYPE: METRICS_TYPE})
 
 
@@ -294,32 +289,9 @@ ROUTES: dict[str, dict[str, Route]] = {
 }
 
 
-def served_models(config: JudgeConfig) -> tuple[str, ...]:
-    """Return the names that clients may use: the judge's, and the endpoints' own if they all share one."""
-    own = {endpoint.model or config.model for endpoint in config.endpoints}
-    return tuple(dict.fromkeys([config.model, *(own if len(own) == 1 else ())]))
-
-
 def _reply(body: bytes, *, status: int = HTTPStatus.OK, headers: dict[str, str] | None = None) -> web.Response:
-    said = {hdrs.CONTENT_TYPE: JSON_TYPE, hdrs.SERVER: SERVER_NAME, **(headers or {})}
-    return web.Response(body=body, status=int(status), headers=said)
-
-
-def _told(verdict: Relayed) -> dict[str, str]:
-    return {
-        "x-freewheel-cache": "hit" if verdict.cached else "miss",
-        "x-freewheel-attempts": str(verdict.attempts),
-    }
-
-
-def _length(request: web.BaseRequest) -> int | None:
-    """Return the body's length if it is known in advance."""
-    return None if hdrs.CONTENT_ENCODING in request.headers else request.content_length
-
-
-def _wants_fresh(request: web.BaseRequest) -> bool:
-    said = request.headers.get(hdrs.CACHE_CONTROL, "").lower()
-    return "no-cache" in said or "no-store" in said
+    own: dict[str, str] = {hdrs.CONTENT_TYPE: JSON_TYPE, hdrs.SERVER: SERVER_NAME}
+    return web.Response(body=body, status=int(status), headers={**own, **(headers or {})})
 
 
 def _deadline_s(text: str) -> float:
@@ -332,23 +304,12 @@ def _deadline_s(text: str) -> float:
     return seconds
 
 
-def _health_of(endpoint: EndpointStats) -> dict[str, Any]:
-    names = ("url", "model", "in_flight", "limit", "breaker", "halted")
-    return {"up": endpoint.up, **{name: getattr(endpoint, name) for name in names}}
-
-
 # -- the program ------------------------------------------------------------------------------------------------------
 
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8900
 """Not the default port of any inference server or of the mock judge."""
-TICK_S = 1.0
-"""How often the loop's delay is measured; an idle gateway should not wake more often."""
-LAG_SMOOTHING = 1 / 4
-"""Weight of one measurement: about four seconds of memory."""
-UPSTREAM_FILES = 1024
-"""File descriptors reserved for calls to the judge, the cache and the rest."""
 
 
 def serve(
@@ -365,9 +326,7 @@ def serve(
 
     `ready` receives host and port once requests are accepted. Raises `ConfigError` if it cannot listen.
     """
-    gc.freeze()
-    gc.set_threshold(GC_THRESHOLD)
-    _raise_file_limit(limits)
+    tune_process()
     run_loop(_serve(Gateway(config, limits, shares_samples=shares_samples), host, port, door, ready))
 
 
@@ -378,58 +337,22 @@ async def _serve(
     door: Doorkeeper,
     ready: Callable[[str, int], None],
 ) -> None:
-    loop = asyncio.get_running_loop()
-    told, told_again = asyncio.Event(), asyncio.Event()
+    signalled, signalled_again = asyncio.Event(), asyncio.Event()
 
     def on_signal() -> None:
-        (told_again if told.is_set() else told).set()
+        (signalled_again if signalled.is_set() else signalled).set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal)
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
     try:
         bound = await gateway.start(host, port, door)
     except (OSError, OverflowError) as error:
         remedy = f"it cannot listen there: {error}; choose another --port"
         raise ConfigError("--host and --port", f"{host}:{port}", remedy) from None
-    watch = loop.create_task(_watch(gateway))
     try:
         ready(host, bound)
-        await told.wait()
+        await signalled.wait()
         log.info("shutting down: open requests have %g s, a second signal ends them now", gateway.limits.drain_s)
     finally:
-        watch.cancel()
-        await gateway.stop(gateway.limits.drain_s if told.is_set() else 0.0, told_again)
-        log.info(gateway.stats().line())
-
-
-async def _watch(gateway: Gateway) -> None:
-    """Save the limiters' memory, log the progress of a drain, and measure the loop's delay."""
-    said, remembered_at = 0, time.monotonic()
-    say_at = remembered_at + STATS_EVERY_S
-    while True:
-        due = time.monotonic() + TICK_S
-        await asyncio.sleep(TICK_S)
-        now = time.monotonic()
-        gateway.lag_s += LAG_SMOOTHING * (max(0.0, now - due) - gateway.lag_s)
-        if now - remembered_at >= REMEMBER_EVERY_S:
-            remembered_at = now
-            gateway.judge.engine.remember()
-        if now >= say_at:
-            stats, say_at = gateway.stats(), now + STATS_EVERY_S
-            if stats.submitted > said:
-                said = stats.submitted
-                log.info(stats.line())
-
-
-def _raise_file_limit(limits: Limits) -> None:
-    """Raise the file limit: each connection is a file descriptor, and 1024 is a common limit."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < limits.max_connections + UPSTREAM_FILES:
-        log.warning(
-            "this process may open %d files, too few for max_connections = %d; raise `ulimit -n`",
-            soft,
-            limits.max_connections,
-        )
+        await gateway.stop(gateway.limits.drain_s if signalled.is_set() else 0.0, signalled_again)
+        log.info(gateway.judge.stats().line())

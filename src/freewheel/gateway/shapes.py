@@ -14,71 +14,60 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from http import HTTPStatus
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 
 from freewheel.errors import ConfigError
-from freewheel.gateway.problem import Problem, bad_field, problem_of
+from freewheel.gateway.limits import Problem, bad_field, problem_of
 from freewheel.judge.judge import as_requests
-from freewheel.judge.request import JudgeRequest, without_surrogates
+from freewheel.judge.request import JudgeRequest
 from freewheel.judge.verdict import Failed, Scored, Skipped, Usage, Verdict
-
-MOST_DEPTH: Final = 64
-"""Most nesting of a body. No chat completion comes near it; later readers would fail at about a thousand."""
 
 END_MARKS: Final = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<end_of_turn>", "<eos>", "</s>")
 """End-of-turn marks of templates. OpenRLHF decodes special tokens too; they are not part of the response."""
 
 
-class Chat(NamedTuple):
-    """A client's chat completion."""
-
-    body: bytes
-    streams: bool
+def not_json(why: str) -> Problem:
+    message = f"the body is not JSON that can be read: {why.removeprefix('JSON is malformed: ')}"
+    return Problem(HTTPStatus.BAD_REQUEST, "invalid_json", message)
 
 
-def read_json(body: bytes) -> Any:
-    """Parse a body. Raises `Problem` if it is not JSON or nested too deeply."""
-    return _read(body)[0]
+def read_json(body: bytes) -> tuple[Any, bytes]:
+    """Parse a body. Returns its value and the body, in which lone surrogates are replaced.
 
-
-def _read(body: bytes) -> tuple[Any, bool]:
-    """Return the value, and whether it had to be repaired."""
-    mended = False
+    Models emit lone surrogates and Python's json writes them, but UTF-8 cannot hold one. `RecursionError` is left to
+    the caller: later steps may also raise it.
+    """
     try:
-        value = msgspec.json.decode(body)
-    except RecursionError:
-        raise _not_json(f"nested deeper than {MOST_DEPTH}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        # msgspec refuses lone surrogates, which models emit and Python's json writes.
-        if b"\\ud" not in body and b"\\uD" not in body:
-            raise _not_json(str(error)) from None
-        value, mended = _read_surrogates(body), True
-    if body.count(b"[") + body.count(b"{") > MOST_DEPTH and _deeper_than(value, MOST_DEPTH):
-        raise _not_json(f"nested deeper than {MOST_DEPTH}")
-    return value, mended
+        try:
+            return msgspec.json.decode(body), body
+        except ValueError:
+            body = json.dumps(json.loads(body), ensure_ascii=False).encode("utf-8", "replace")
+            return msgspec.json.decode(body), body
+    except ValueError as error:
+        raise not_json(str(error)) from None
 
 
-def read_chat(body: bytes, models: Sequence[str]) -> Chat:
-    """Check what the gateway must know; the upstream checks the rest."""
-    fields, mended = _read(body)
+def read_chat(body: bytes, model: str) -> tuple[bytes, bool]:
+    """Check what the gateway must know; the upstream checks the rest. Returns the body, and whether it streams."""
+    fields, body = read_json(body)
     if not isinstance(fields, dict):
         raise bad_field("body", fields, "send a JSON object with model and messages")
-    model = fields.get("model")
-    if not isinstance(model, str):
-        raise bad_field("model", model, f"name the model: {models[0]!r}")
-    if model not in models:
+    given = fields.get("model")
+    if not isinstance(given, str):
+        raise bad_field("model", given, f"name the model: {model!r}")
+    if given != model:
         # Passed on, the upstream's 404 would stop its endpoint for everybody.
-        message = f"model = {model!r}: this gateway serves {', '.join(map(repr, models))}"
-        raise Problem(HTTPStatus.NOT_FOUND, "model_not_found", without_surrogates(message), param="model")
+        message = f"model = {given!r}: this gateway serves {model!r}"
+        raise Problem(HTTPStatus.NOT_FOUND, "model_not_found", message, param="model")
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
         raise bad_field("messages", messages, "give a list of at least one message")
     streams = fields.get("stream")
     if not (streams is None or isinstance(streams, bool)):
         raise bad_field("stream", streams, "give true or false")
-    return Chat(msgspec.json.encode(fields) if mended else body, bool(streams))
+    return body, bool(streams)
 
 
 # -- /score -----------------------------------------------------------------------------------------------------------
@@ -86,7 +75,7 @@ def read_chat(body: bytes, models: Sequence[str]) -> Chat:
 
 def read_score(body: bytes) -> list[JudgeRequest]:
     """Read `{"requests": [...]}`, a list, or one request. A null means a missing field."""
-    given = read_json(body)
+    given, _ = read_json(body)
     if isinstance(given, dict) and "requests" in given:
         unknown = sorted(set(given) - {"requests"})
         if unknown:
@@ -99,7 +88,7 @@ def read_score(body: bytes) -> list[JudgeRequest]:
     try:
         return as_requests([_filled(one) for one in given])
     except ConfigError as error:
-        raise Problem(HTTPStatus.BAD_REQUEST, "invalid_value", _encodable(str(error)), param=error.key) from None
+        raise Problem(HTTPStatus.BAD_REQUEST, "invalid_value", str(error), param=error.key) from None
 
 
 def write_score(requests: Sequence[JudgeRequest], verdicts: Sequence[Verdict]) -> bytes:
@@ -143,7 +132,7 @@ def _entry(request: JudgeRequest, verdict: Verdict) -> dict[str, Any]:
 
 def read_openrlhf(body: bytes) -> list[JudgeRequest]:
     """Read `{"query": [...], "prompts": [...], "labels": [...]}`: a query is its prompt followed by the response."""
-    fields = _object(read_json(body), "query")
+    fields = _object(read_json(body)[0], "query")
     queries = fields.get("query")
     queries = [queries] if isinstance(queries, str) else queries
     if not isinstance(queries, list):
@@ -163,7 +152,7 @@ def write_openrlhf(verdicts: Sequence[Verdict]) -> bytes:
 
 def read_slime(body: bytes) -> JudgeRequest:
     """Read `{"prompt": text or messages, "response": text, "label": text or null}`."""
-    fields = _object(read_json(body), "response")
+    fields = _object(read_json(body)[0], "response")
     prompt = fields.get("prompt")
     question = _messages("prompt", prompt) if isinstance(prompt, list) else _text("prompt", prompt or "")
     return JudgeRequest(_text("response", fields.get("response")), question, _label(fields.get("label")))
@@ -235,55 +224,3 @@ def _text(field: str, value: Any) -> str:
     if not isinstance(value, str):
         raise bad_field(field, value, "give text")
     return value
-
-
-# -- JSON -------------------------------------------------------------------------------------------------------------
-
-
-def _not_json(why: str) -> Problem:
-    message = f"the body is not JSON that can be read: {why.removeprefix('JSON is malformed: ')}"
-    return Problem(HTTPStatus.BAD_REQUEST, "invalid_json", message)
-
-
-def _read_surrogates(body: bytes) -> Any:
-    try:
-        return _mended(json.loads(body, parse_constant=_refuse_constant))
-    except RecursionError:
-        raise _not_json(f"nested deeper than {MOST_DEPTH}") from None
-    except ValueError as error:
-        raise _not_json(str(error)) from None
-
-
-def _mended(value: Any) -> Any:
-    """Replace each lone surrogate by U+FFFD, because UTF-8 cannot encode it."""
-    if isinstance(value, str):
-        return without_surrogates(value)
-    if isinstance(value, list):
-        return [_mended(one) for one in value]
-    if isinstance(value, dict):
-        return {without_surrogates(key): _mended(one) for key, one in value.items()}
-    return value
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _encodable(text: str) -> str:
-    return text.encode("utf-8", "replace").decode()
-
-
-def _deeper_than(value: Any, most: int) -> bool:
-    """Measure level by level, so that the measurement cannot exhaust the stack."""
-    level = [value]
-    for _ in range(most + 1):
-        inner: list[Any] = []
-        for one in level:
-            if isinstance(one, dict):
-                inner.extend(v for v in one.values() if isinstance(v, dict | list))
-            elif isinstance(one, list):
-                inner.extend(v for v in one if isinstance(v, dict | list))
-        if not inner:
-            return False
-        level = inner
-    return True

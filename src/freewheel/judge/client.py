@@ -13,8 +13,9 @@ import logging
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
+from http import HTTPStatus
 from urllib.parse import urlsplit
 from urllib.request import getproxies_environment, proxy_bypass
 
@@ -35,7 +36,7 @@ from freewheel.judge.outcome import (
     read_stream_usage,
     shorten,
 )
-from freewheel.judge.pacing import RateHeaders
+from freewheel.judge.pacing import read_rate_headers
 from freewheel.utils.http import is_loopback
 
 log = logging.getLogger("freewheel.judge")
@@ -58,7 +59,6 @@ LEAST_KEY_CHARS = 12
 
 Read = Callable[[bytes], Reply | Failure]
 """Reads a body that came with status 200."""
-
 
 _opened: ContextVar[list[bool]] = ContextVar("_opened")
 """Whether the call at hand opened a connection, in a list of one that the connector can write to."""
@@ -94,9 +94,15 @@ class ChatClient:
     def __init__(self, connector: aiohttp.TCPConnector, config: JudgeConfig, endpoint: Endpoint) -> None:
         self._url = URL(endpoint.url)
         self._proxy = proxy_for(endpoint.url)
+        self._stall_s = config.attempt_timeout_s
+        self._warned_of_files = False
         self._key = config.key_for(endpoint)
+        self._sent_with = (
+            f"no key was sent: set {endpoint.api_key_env or config.api_key_env or 'api_key_env'}, or give api_key"
+        )
         headers = {"Content-Type": "application/json", "User-Agent": USER_AGENT}
         if self._key is not None:
+            self._sent_with = f"sent with the key from {self._key.source}"
             name = endpoint.api_key_header
             prefix = "Bearer " if name.lower() == "authorization" else ""
             headers[name] = prefix + self._key.reveal()
@@ -109,138 +115,112 @@ class ChatClient:
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
         )
-        key = self._key.reveal() if self._key is not None else ""
-        self._echo = key if len(key) >= LEAST_KEY_CHARS else ""
-        self._said_out_of_files = False
-        self._stall_s = config.attempt_timeout_s
-        self._sent_with = (
-            f"sent with the key from {self._key.source}"
-            if self._key is not None
-            else f"no key was sent: set {endpoint.api_key_env or config.api_key_env or 'api_key_env'}, or give api_key"
-        )
 
     async def ask(self, body: bytes, read: Read = read_completion) -> Reply | Failure:
         """Make one HTTP exchange. The caller sets the time limit."""
-        response = await self._post(body)
-        if isinstance(response, Failure):
-            return response
-        try:
-            content = await self._read(response)
-        except (aiohttp.ClientError, OSError) as error:
-            response.close()
-            return Failure(Kind.BROKEN, self._describe(error))
-        except BaseException:
-            response.close()  # a connection with an unread body must not return to the pool
-            raise
-        if content is None:
-            return Failure(Kind.GARBAGE, f"a reply of more than {MAX_REPLY_BYTES} bytes", billed=response.status == 200)
-        if response.status != 200:
-            return self._failed(response, content)
-        reply = read(content)
-        if isinstance(reply, Failure):
-            return reply._replace(detail=self._redact(reply.detail))
-        if self._echo and self._echo in reply.text:
-            reply = reply._replace(text=self._redact_all(reply.text))  # replies are cached and shown
-        rate = RateHeaders.parse(response.headers, time.time())
-        return reply._replace(rate=rate) if rate is not None else reply
+
+        async def read_reply(response: aiohttp.ClientResponse) -> Reply | Failure:
+            content = await _content(response)
+            if len(content) > MAX_REPLY_BYTES:
+                return Failure(Kind.GARBAGE, f"a reply of more than {MAX_REPLY_BYTES} bytes", billed=True)
+            reply = read(content)
+            if isinstance(reply, Failure):
+                return reply._replace(detail=shorten(self._redact(reply.detail)))
+            rate = read_rate_headers(response.headers, time.time())
+            return reply._replace(text=self._redact_echo(reply.text), rate=rate)
+
+        return await self._exchange(body, read_reply)
 
     async def stream(self, body: bytes, pass_on: Callable[[bytes], Awaitable[None]]) -> Reply | Failure:
         """Make one exchange and pass the reply on while it comes. Any exception of `pass_on` ends it."""
-        response = await self._post(body)
-        if isinstance(response, Failure):
-            return response
-        try:
-            if response.status != 200:
-                return self._failed(response, await self._read(response) or b"")
+
+        async def read_stream(response: aiohttp.ClientResponse) -> Reply | Failure:
             tail = b""
-            async for chunk in self._chunks(response):
-                await pass_on(chunk)
-                tail = (tail + chunk)[-SSE_TAIL_BYTES:]
-            return Reply("", read_stream_usage(tail))
-        except TimeoutError:
-            detail = f"{self._url.host}: no chunk for {self._stall_s:g} s"
-            return Failure(Kind.TIMEOUT, detail, billed=True)
-        except HungUp as error:
-            return Failure(Kind.REJECTED, f"the client hung up: {error}", billed=True)
-        except (aiohttp.ClientError, OSError) as error:
-            return Failure(Kind.BROKEN, self._describe(error), billed=True)
-        finally:
-            response.close()
+            try:
+                while True:
+                    async with asyncio.timeout(self._stall_s):
+                        chunk = await response.content.readany()
+                    if not chunk:
+                        return Reply("", read_stream_usage(tail))
+                    await pass_on(chunk)
+                    tail = (tail + chunk)[-SSE_TAIL_BYTES:]
+            except TimeoutError:
+                return Failure(Kind.TIMEOUT, f"{self._url.host}: no chunk for {self._stall_s:g} s", billed=True)
+            except HungUp as error:
+                return Failure(Kind.REJECTED, f"the client hung up: {error}", billed=True)
+            except (aiohttp.ClientError, OSError) as error:
+                return self._broken(error)._replace(billed=True)
 
-    async def _chunks(self, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-        while True:
-            async with asyncio.timeout(self._stall_s):
-                chunk = await response.content.readany()
-            if not chunk:
-                return
-            yield chunk
+        return await self._exchange(body, read_stream)
 
-    async def _post(self, body: bytes) -> aiohttp.ClientResponse | Failure:
+    async def _exchange(
+        self, body: bytes, use: Callable[[aiohttp.ClientResponse], Awaitable[Reply | Failure]]
+    ) -> Reply | Failure:
         opened = [False]
         _opened.set(opened)
+        response: aiohttp.ClientResponse | None = None
         try:
             data = body if len(body) <= WHOLE_BODY_BYTES else io.BytesIO(body)
-            return await self._session.post(self._url, data=data, proxy=self._proxy, allow_redirects=False)
+            response = await self._session.post(self._url, data=data, proxy=self._proxy, allow_redirects=False)
+            if response.status == HTTPStatus.OK:
+                return await use(response)
+            return self._failed(response, await _content(response))
         except TimeoutError as error:
-            return Failure(Kind.TIMEOUT, self._redact(f"{self._url.host}: {error or 'timed out'}"))
-        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
-            if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
-                return self._out_of_files(error)
-            return Failure(Kind.BROKEN if opened[0] else Kind.STALE, self._describe(error))
+            return Failure(Kind.TIMEOUT, shorten(self._redact(f"{self._url.host}: {error or 'timed out'}")))
         except (aiohttp.ClientError, OSError) as error:
-            return Failure(Kind.BROKEN, self._describe(error))
+            never_answered = isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError)
+            is_stale = response is None and never_answered and not opened[0]
+            return self._broken(error, Kind.STALE if is_stale else Kind.BROKEN)
+        finally:
+            if response is not None:
+                response.close()  # a connection with an unread body must not return to the pool
 
     async def models(self) -> list[str]:
         """Return the models that the endpoint lists, if it does. The caller sets the time limit."""
         url = self._url.with_path(self._url.path.removesuffix(COMPLETIONS_PATH) + MODELS_PATH)
         try:
             async with self._session.get(url, proxy=self._proxy, allow_redirects=False) as response:
-                content = await self._read(response) if response.status == 200 else None
+                content = await _content(response) if response.status == HTTPStatus.OK else b""
         except (aiohttp.ClientError, OSError):
             return []
-        return [self._redact(name) for name in read_models(content or b"")]
+        return [shorten(self._redact(name)) for name in read_models(content)]
 
     async def close(self) -> None:
         await self._session.close()
 
-    async def _read(self, response: aiohttp.ClientResponse) -> bytes | None:
-        length = response.content_length
-        if length is not None and length <= MAX_REPLY_BYTES and "Content-Encoding" not in response.headers:
-            return await response.read()
-        chunks, size = [], 0
-        async for chunk in response.content.iter_any():
-            chunks.append(chunk)
-            size += len(chunk)
-            if size > MAX_REPLY_BYTES:
-                response.close()
-                return None
-        response.release()
-        return b"".join(chunks)
-
     def _failed(self, response: aiohttp.ClientResponse, content: bytes) -> Failure:
         # Remove the key before the text is shortened: half a key would not be found.
-        shown = self._redact_all(content.decode("utf-8", "replace")).encode()
+        shown = self._redact(content.decode("utf-8", "replace")).encode()
         failure = classify(response.status, response.headers, shown, wall_now=time.time())
-        detail = self._redact(failure.detail)
+        detail = shorten(self._redact(failure.detail))
         if failure.kind in (Kind.AUTH, Kind.FORBIDDEN):
             detail = f"{detail} ({self._sent_with})"
         return failure._replace(detail=f"{self._url}: {detail}")
 
-    def _out_of_files(self, error: Exception) -> Failure:
-        """This process may open no more connections. The limit steps back, as after a refusal."""
-        if not self._said_out_of_files:
-            self._said_out_of_files = True
-            log.warning("too many open files: fewer requests are in flight than could be; raise `ulimit -n`")
-        return Failure(Kind.THROTTLED, self._describe(error))
-
-    def _describe(self, error: Exception) -> str:
-        return self._redact(f"{self._url}: {type(error).__name__}: {error}")
+    def _broken(self, error: Exception, kind: Kind = Kind.BROKEN) -> Failure:
+        if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
+            kind = Kind.THROTTLED  # this process may open no more connections: the limit steps back
+            if not self._warned_of_files:
+                self._warned_of_files = True
+                log.warning("too many open files: fewer requests are in flight than could be; raise `ulimit -n`")
+        return Failure(kind, shorten(self._redact(f"{self._url}: {type(error).__name__}: {error}")))
 
     def _redact(self, text: str) -> str:
-        return shorten(self._redact_all(text))
-
-    def _redact_all(self, text: str) -> str:
         return self._key.redact(text) if self._key is not None else text
+
+    def _redact_echo(self, reply: str) -> str:
+        """Remove the key from a reply, because replies are cached and shown."""
+        key = self._key.reveal() if self._key is not None else ""
+        return self._redact(reply) if len(key) >= LEAST_KEY_CHARS and key in reply else reply
+
+
+async def _content(response: aiohttp.ClientResponse) -> bytes:
+    """Read a body to its end, or to a little more than `MAX_REPLY_BYTES`."""
+    chunks, size = [], 0
+    while size <= MAX_REPLY_BYTES and (chunk := await response.content.readany()):
+        chunks.append(chunk)
+        size += len(chunk)
+    return b"".join(chunks)
 
 
 def proxy_for(url: str) -> str | None:
@@ -249,8 +229,7 @@ def proxy_for(url: str) -> str | None:
     A loopback address gets none, because no proxy could reach it for us.
     """
     parts = urlsplit(url)
-    host = parts.hostname or ""
     proxies = getproxies_environment()
-    if is_loopback(host) or proxy_bypass(parts.netloc):
+    if is_loopback(parts.hostname or "") or proxy_bypass(parts.netloc):
         return None
     return proxies.get(parts.scheme) or proxies.get("all")

@@ -25,21 +25,12 @@ from freewheel.judge.cache import ReplyCache
 from freewheel.judge.client import ChatClient, open_connector
 from freewheel.judge.config import JudgeConfig
 from freewheel.judge.endpoint import NEVER, EndpointState, Permit, choose_endpoint
-from freewheel.judge.exchange import (
-    ChatExchange,
-    ChatRequest,
-    ChatStream,
-    Exchange,
-    Identity,
-    Relayed,
-    RubricExchange,
-    StreamExchange,
-)
+from freewheel.judge.exchange import ChatExchange, ChatRequest, Exchange, Identity, Relayed, RubricExchange
 from freewheel.judge.outcome import FINAL, HALTS, REASONS, WAITS, Failure, Kind, Reply
+from freewheel.judge.pacing import backoff_s
 from freewheel.judge.parse import Unparseable
 from freewheel.judge.prompt import local_secret
 from freewheel.judge.request import JudgeRequest
-from freewheel.judge.retry import RetryQueue, backoff_s
 from freewheel.judge.stats import JudgeStats
 from freewheel.judge.verdict import Failed, Reason, Scored, Skipped, Usage
 
@@ -52,8 +43,18 @@ MOST_STALE = 2
 ELSEWHERE_S = 0.1
 """Pause of a request that another endpoint may take. That endpoint may be full for a moment."""
 
-Request = JudgeRequest | ChatRequest | ChatStream
-Answer = Scored | Relayed | Failed
+LAG_WARN_S = 0.05
+"""A mean delay of the event loop worth a warning: it is more than the network round trip to most judges."""
+LAG_SMOOTHING = 1 / 128
+"""Weight of one measurement of that delay: about three seconds of memory."""
+LAG_WARN_EVERY_S = 60.0
+STATS_EVERY_S = 60.0
+"""How often a working engine logs its statistics."""
+REMEMBER_EVERY_S = 5.0
+"""How often the limiters' memory is written: a kill -9 loses at most this much of it."""
+
+Request = JudgeRequest | ChatRequest
+Answer = Scored | Relayed | Failed | Skipped
 
 Deliver = Callable[[int, int, Any], None]
 """Receives (batch, index, verdict): a `Verdict` for a `JudgeRequest`, `Relayed` or `Failed` for a chat completion."""
@@ -72,7 +73,7 @@ class InFlightRequest:
     """One content on its way to a verdict, and everyone who waits for it."""
 
     def __init__(self, request: Request, exchange: Exchange, identity: Identity, now: float) -> None:
-        self.request = request
+        self.request: Any = request
         self.exchange = exchange
         self.key, self.size, self.keep_as, self.most_tokens, self.patient = identity
         self.held_s = 0.0
@@ -83,13 +84,11 @@ class InFlightRequest:
         self.waiters: list[tuple[Batch, int, float]] = []
         """(batch, index, since when)."""
         self.calls = self.faults = self.throttles = self.timeouts = self.stales = self.asks = 0
-        self.is_retry = False
-        """It needs a token of the retry budget."""
         self.deadline_at = NEVER
         self.permit: Permit | None = None
         """Of the call under way."""
         self.overdue = False
-        """`Engine._sweep` cancelled the call because it took too long."""
+        """`Engine._end_overdue` cancelled the call because it took too long."""
         self.task: asyncio.Task[None] | None = None
         self.avoid: EndpointState | None = None
         """Where it has just failed. It is not sent there again before `avoid_until`."""
@@ -130,12 +129,15 @@ class Engine:
         self._spent_before = spent
         self._stats = JudgeStats()
         self._batches: dict[int, Batch] = {}
-        self._newest_batch = -1
         self._inflight: dict[bytes, InFlightRequest] = {}
         self._ready: deque[InFlightRequest] = deque()
         self._started: set[InFlightRequest] = set()
         """Those that have been sent at least once: their deadlines run."""
-        self._sweeping = False
+        self._busy = asyncio.Event()
+        """Set while a batch is open."""
+        self._lag_s = 0.0
+        """Smoothed delay of this event loop."""
+        self._backing_off = 0
         self._calls_out = 0
         self._wake_timer: asyncio.TimerHandle | None = None
         self._wake_at = NEVER
@@ -145,6 +147,7 @@ class Engine:
         self._endpoints: list[EndpointState] = []
         self._connector: aiohttp.TCPConnector | None = None
         self._clients: dict[EndpointState, ChatClient] = {}
+        self._tending: asyncio.Task[None] | None = None
         self._closing = False
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -152,23 +155,29 @@ class Engine:
     async def start(self) -> None:
         config = self._config
         self._loop = asyncio.get_running_loop()
-        self._replies.open()
-        self._exchanges = {
-            JudgeRequest: RubricExchange(config, local_secret(self._replies.directory)),
-            ChatRequest: ChatExchange(config),
-            ChatStream: StreamExchange(config),
-        }
-        self._retries = RetryQueue(self._loop, self._send_again)
-        self._connector = open_connector(config)
-        for endpoint in config.endpoints:
-            state = EndpointState(config, endpoint, self._replies.recall(endpoint.url))
-            self._endpoints.append(state)
-            self._clients[state] = ChatClient(self._connector, config, endpoint)
+        try:
+            self._replies.open()
+            self._exchanges = {
+                JudgeRequest: RubricExchange(config, local_secret(self._replies.directory)),
+                ChatRequest: ChatExchange(config),
+            }
+            self._connector = open_connector(config)
+            for endpoint in config.endpoints:
+                state = EndpointState(config, endpoint, self._replies.recall(endpoint.url))
+                self._endpoints.append(state)
+                self._clients[state] = ChatClient(self._connector, config, endpoint)
+        except BaseException:
+            await self.close()
+            raise
+        self._tending = self._loop.create_task(self._tend())
 
     async def close(self) -> None:
         """End open requests as `Failed("cancelled")`, close connections and write the cache."""
         self._closing = True
         tasks = [inflight.task for inflight in self._started if inflight.task is not None]
+        if self._tending is not None:
+            self._tending.cancel()
+            tasks.append(self._tending)
         for batch in list(self._batches.values()):
             self.cancel(batch.id)
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -178,10 +187,37 @@ class Engine:
             await client.close()
         if self._connector is not None:
             await self._connector.close()
-        self.remember()
+        self._remember()
         self._replies.close()
 
-    def remember(self) -> None:
+    async def _tend(self) -> None:
+        """Keep time limits, measure this loop's delay, log statistics, and keep the limiters' memory on disk."""
+        warned_at, logged, remembered_at = -LAG_WARN_EVERY_S, 0, time.monotonic()
+        log_at = remembered_at + STATS_EVERY_S
+        while True:
+            await self._busy.wait()
+            due = time.monotonic() + SWEEP_S
+            await asyncio.sleep(SWEEP_S)
+            now = time.monotonic()
+            self._end_overdue(now)
+            self._pump()
+            self._lag_s += LAG_SMOOTHING * (now - due - self._lag_s)
+            if self._lag_s > LAG_WARN_S and now - warned_at > LAG_WARN_EVERY_S:
+                warned_at = now
+                remedy = "the machine has no spare core, or other code blocks this loop"
+                if self._config.placement == "thread":
+                    remedy = "this process's Python code starves its thread; use placement='process'"
+                log.warning("the judge's event loop runs %.0f ms late on average: %s", self._lag_s * 1e3, remedy)
+            if now >= log_at:
+                log_at = now + STATS_EVERY_S
+                if self._stats.submitted > logged:
+                    logged = self._stats.submitted
+                    log.info(self.stats().line())
+            if now - remembered_at > REMEMBER_EVERY_S:
+                remembered_at = now
+                self._remember()
+
+    def _remember(self) -> None:
         """Write what the limiters learned, for the next run."""
         for endpoint in self._endpoints:
             self._replies.remember(endpoint.url, endpoint.limiter.memory())
@@ -227,13 +263,11 @@ class Engine:
         return msgspec.structs.replace(
             self._stats,
             failed=dict(self._stats.failed),
-            queued=len(self._ready) + len(self._retries),
+            queued=len(self._ready) + self._backing_off,
             cost_before=self._spent_before,
+            loop_lag_s=round(self._lag_s, 4),
             endpoints=[endpoint.snapshot() for endpoint in self._endpoints],
         )
-
-    def is_busy(self) -> bool:
-        return bool(self._batches)
 
     @property
     def spent(self) -> float:
@@ -241,20 +275,18 @@ class Engine:
 
     def _open_batch(self, batch_id: int, deadline_at: float | None) -> Batch:
         batch = self._batches[batch_id] = Batch(batch_id)
+        self._busy.set()
         if deadline_at is not None:
             left_s = max(0.0, deadline_at - time.monotonic())
             batch.timer = self._loop.call_later(left_s, self._expire_batch, batch)
-        if batch_id > self._newest_batch:
-            self._newest_batch = batch_id
-            for endpoint in self._endpoints:
-                endpoint.reconsider()
+        for endpoint in self._endpoints:
+            endpoint.reconsider()
         return batch
 
     def _admit(self, batch: Batch, index: int, request: Request, now: float) -> InFlightRequest | None:
         """Answer from memory, join an equal request, or return a new one."""
         if type(request) is JudgeRequest and request.skip:
-            self._stats.skipped += 1
-            self._deliver(batch.id, index, Skipped(request.skip))
+            self._answer(batch, index, Skipped(request.skip))
             return None
         exchange = self._exchanges[type(request)]
         identity = exchange.identify(request)
@@ -266,15 +298,13 @@ class Engine:
         answer = exchange.revive(cached) if cached is not None else None
         if answer is not None:
             self._stats.cache_hits_memory += 1
-            self._count(answer)
-            self._deliver(batch.id, index, answer)
+            self._answer(batch, index, answer)
             return None
-        joined = self._inflight.get(key)
-        if joined is not None:
-            self._stats.shared += 1
-            inflight = joined
-        else:
+        inflight = joined = self._inflight.get(key)
+        if inflight is None:
             inflight = self._inflight[key] = InFlightRequest(request, exchange, identity, now)
+        else:
+            self._stats.shared += 1
         inflight.waiters.append((batch, index, now))
         batch.open[index] = inflight
         return inflight if joined is None else None
@@ -284,8 +314,8 @@ class Engine:
     def _pump(self) -> None:
         """Send what may be sent now, and arrange to be called when more may be."""
         now = time.monotonic()
-        while self._ready:
-            ready = self._ready
+        ready = self._ready
+        while ready:
             inflight = ready[0]
             if inflight.done:
                 ready.popleft()
@@ -294,29 +324,25 @@ class Engine:
                 self._endpoints, now, inflight.size, inflight.avoid, inflight.avoid_until
             )
             if endpoint is None and inflight.avoid_until > now and len(self._endpoints) > 1:
-                self._retries.add(ready.popleft(), ELSEWHERE_S)  # others may go where it may not: let them pass
-                continue
-            if endpoint is None:
+                self._send_after(ELSEWHERE_S, ready.popleft())  # others may go where it may not: let them pass
+            elif endpoint is None:
                 if self._calls_out == 0 or self._down_since is not None:
                     self._give_up(now)
-                if self._ready and wake_at < self._wake_at:
+                if ready and wake_at < self._wake_at:
                     self._wake_later(wake_at, now)
                 return
-            if self._config.max_cost is not None and self._is_over_budget(endpoint, inflight, self._config.max_cost):
-                if self._calls_out:
-                    return  # the calls under way may cost less than is reserved for them
+            elif not self._is_over_budget(endpoint, inflight):
+                self._send(ready.popleft(), endpoint, now)
+            elif self._calls_out:
+                return  # the calls under way may cost less than is reserved for them
+            else:
                 detail = f"max_cost = {self._config.max_cost:g} is reached ({self.spent:.6g} spent)"
                 self._fail(ready.popleft(), Reason.BUDGET, detail)
-                continue
-            self._send(ready.popleft(), endpoint, now)
 
     def _send(self, inflight: InFlightRequest, endpoint: EndpointState, now: float) -> None:
         if inflight.calls == 0:
             inflight.deadline_at = now + self._config.request_deadline_s
             self._started.add(inflight)
-            if not self._sweeping:
-                self._sweeping = True
-                self._loop.call_later(SWEEP_S, self._sweep)
         inflight.calls += 1
         self._calls_out += 1
         self._stats.max_in_flight = max(self._stats.max_in_flight, self._calls_out)
@@ -336,15 +362,13 @@ class Engine:
             if inflight.done or not inflight.overdue:
                 self._drop(permit)
                 raise
-            inflight.overdue = False  # `_sweep` ended the call
+            inflight.overdue = False  # `_end_overdue` ended the call
             waited_s = time.monotonic() - permit.sent_at
             outcome = Failure(Kind.TIMEOUT, f"{endpoint.url}: no reply within {waited_s:.3g} s")
         except Exception as error:  # a bug: this request fails, the others continue
             log.exception("a call to the judge broke")
-            self._calls_out -= 1
-            endpoint.dropped(permit, time.monotonic())
+            self._drop(permit)
             self._fail(inflight, Reason.ENGINE, f"{type(error).__name__}: {error}")
-            self._pump()
             return
         inflight.task = None
         inflight.permit = None
@@ -354,7 +378,6 @@ class Engine:
             endpoint.replied(permit.without(inflight.held_s), now, outcome, inflight.size)
             if self._down_since is not None:
                 self._watch_outage(now, "")
-            self._retries.earn(now)
             self._read(inflight, outcome)
         else:
             if outcome.kind is Kind.STALE and inflight.stales >= MOST_STALE:
@@ -391,35 +414,26 @@ class Engine:
     def _retry_or_fail(self, inflight: InFlightRequest, permit: Permit, failure: Failure, now: float) -> None:
         """One call failed: try elsewhere, wait and try again, or give up, as the failure's kind demands."""
         kind, endpoint = failure.kind, permit.endpoint
-        inflight.last = failure.detail
-        inflight.avoid = endpoint
-        if kind in HALTS:
-            if endpoint.halted is failure:
-                log.error("nothing more is sent to the judge: %s", failure.detail)
-            if all(other.halted is not None for other in self._endpoints):
-                self._fail(inflight, REASONS[kind], failure.detail)
-            else:
-                self._ready.appendleft(inflight)
-            return
-        if kind in FINAL or inflight.committed:
-            self._fail(inflight, REASONS[kind], failure.detail)
-            return
+        inflight.last, inflight.avoid = failure.detail, endpoint
+        if endpoint.halted is failure:
+            log.error("nothing more is sent to the judge: %s", failure.detail)
         if kind is Kind.STALE:
             inflight.stales += 1
+        elif kind in WAITS:
+            inflight.throttles += 1
+        elif kind not in HALTS:
+            inflight.faults += not permit.probe  # the endpoint was known to be down: not this request's fault
+            inflight.timeouts += kind is Kind.TIMEOUT
+        gives_up = kind in FINAL or inflight.committed or inflight.faults >= self._config.max_attempts
+        if gives_up or (kind in HALTS and all(other.halted is not None for other in self._endpoints)):
+            self._fail(inflight, REASONS[kind], failure.detail)
+            return
+        if kind is Kind.STALE or kind in HALTS:
             self._stats.retries += 1
             self._ready.appendleft(inflight)
             return
-        if kind in WAITS:
-            inflight.throttles += 1
-            wait_s = backoff_s(inflight.throttles, failure.retry_after_s, random.random)
-        else:
-            inflight.faults += not permit.probe  # the endpoint was known to be down: not this request's fault
-            inflight.timeouts += kind is Kind.TIMEOUT
-            if inflight.faults >= self._config.max_attempts:
-                self._fail(inflight, REASONS[kind], failure.detail)
-                return
-            wait_s = backoff_s(max(1, inflight.faults), failure.retry_after_s, random.random)
-            inflight.is_retry = True
+        failures = inflight.throttles if kind in WAITS else max(1, inflight.faults)
+        wait_s = backoff_s(failures, failure.retry_after_s, random.random)
         if any(other.works() for other in self._endpoints if other is not endpoint):
             inflight.avoid_until = now + wait_s
             wait_s = min(wait_s, ELSEWHERE_S)
@@ -429,11 +443,17 @@ class Engine:
             self._fail(inflight, REASONS[kind], detail)
             return
         self._stats.retries += 1
-        self._retries.add(inflight, wait_s)
+        self._send_after(wait_s, inflight)
+
+    def _send_after(self, wait_s: float, inflight: InFlightRequest) -> None:
+        self._backing_off += 1
+        self._loop.call_later(wait_s, self._send_again, inflight)
 
     def _send_again(self, inflight: InFlightRequest) -> None:
-        self._ready.appendleft(inflight)  # it has waited longest
-        self._pump()
+        self._backing_off -= 1
+        if not inflight.done:
+            self._ready.appendleft(inflight)  # it has waited longest
+            self._pump()
 
     def _wake_later(self, wake_at: float, now: float) -> None:
         if self._wake_timer is not None:
@@ -458,8 +478,7 @@ class Engine:
 
     def _give_up(self, now: float) -> None:
         """Fail what no endpoint will take: all are halted, or none answered for a whole `request_deadline_s`."""
-        self._ready = deque(inflight for inflight in self._ready if not inflight.done)
-        queued = list(self._ready)
+        queued = [inflight for inflight in self._ready if not inflight.done]
         halts = [endpoint.halted for endpoint in self._endpoints if endpoint.halted is not None]
         if len(halts) == len(self._endpoints):
             for inflight in queued:
@@ -471,7 +490,10 @@ class Engine:
                 if now - max(self._down_since, inflight.queued_at) > self._config.request_deadline_s:
                     self._fail(inflight, Reason.UNAVAILABLE, detail)
 
-    def _is_over_budget(self, endpoint: EndpointState, inflight: InFlightRequest, ceiling: float) -> bool:
+    def _is_over_budget(self, endpoint: EndpointState, inflight: InFlightRequest) -> bool:
+        ceiling = self._config.max_cost
+        if ceiling is None:
+            return False
         if self._calls_out and not endpoint.knows_cost(inflight.most_tokens):
             return True
         reserved = sum(other.reserved_cost for other in self._endpoints)
@@ -504,39 +526,34 @@ class Engine:
             inflight.task.cancel()
 
     def _answer(self, batch: Batch, index: int, answer: Answer) -> None:
-        del batch.open[index]
-        self._count(answer)
-        self._deliver(batch.id, index, answer)
-
-    def _count(self, answer: Answer) -> None:
+        batch.open.pop(index, None)
+        stats = self._stats
         if isinstance(answer, Scored):
-            self._stats.scored += 1
+            stats.scored += 1
         elif isinstance(answer, Relayed):
-            self._stats.relayed += 1
+            stats.relayed += 1
+        elif isinstance(answer, Skipped):
+            stats.skipped += 1
         else:
-            self._stats.failed[answer.reason] = self._stats.failed.get(answer.reason, 0) + 1
+            stats.failed[answer.reason] = stats.failed.get(answer.reason, 0) + 1
+        self._deliver(batch.id, index, answer)
 
     def _close_batch(self, batch: Batch) -> None:
         if batch.timer is not None:
             batch.timer.cancel()
         self._batches.pop(batch.id, None)
         if not self._batches:
+            self._busy.clear()
             self._answered_all()
 
-    def _sweep(self) -> None:
+    def _end_overdue(self, now: float) -> None:
         """End the calls and requests whose time is over. One timer serves all of them."""
-        now = time.monotonic()
         for inflight in [one for one in self._started if one.deadline_at <= now or one.is_overdue(now)]:
             if inflight.deadline_at <= now:
                 self._expire(inflight, now)
             elif inflight.task is not None and not inflight.overdue:
                 inflight.overdue = True
                 inflight.task.cancel()
-        self._retries.tick(now, sum(endpoint.limiter.limit for endpoint in self._endpoints))
-        self._sweeping = bool(self._started)
-        if self._sweeping:
-            self._loop.call_later(SWEEP_S, self._sweep)
-        self._pump()
 
     def _expire(self, inflight: InFlightRequest, now: float) -> None:
         """Waiters of a whole `request_deadline_s` get a failure. Those who joined later continue to wait."""

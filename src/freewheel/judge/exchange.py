@@ -2,9 +2,8 @@
 
     JudgeRequest ─▶ RubricExchange   the two messages of a rubric; the reply is read as a score
     ChatRequest  ─▶ ChatExchange     the body of a gateway's client; the reply is returned as it came
-    ChatStream   ─▶ StreamExchange   the same, chunk by chunk
 
-All three share the limiter, retries, breaker, cache and accounts of the engine.
+Both share the limiter, retries, breaker, cache and accounts of the engine.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import hashlib
 import secrets
 import time
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -37,6 +36,10 @@ PRIVATE_FIELDS = ("user", "metadata", "safety_identifier")
 _MARK = "\x00user\x00"
 
 
+Sink = Callable[[bytes], Awaitable[None]]
+"""Receives each chunk of an event stream. Raises `OSError` if its client is gone."""
+
+
 class ChatRequest(msgspec.Struct, frozen=True):
     """One chat completion as a client sent it.
 
@@ -50,17 +53,9 @@ class ChatRequest(msgspec.Struct, frozen=True):
     """Send it whatever is cached, share it with nobody, and cache the answer."""
     shares_samples: bool = False
     """Use one sample for everyone who asks for the same."""
-
-
-class ChatStream:
-    """A chat completion with `"stream": true`. It takes a slot, is retried until its first byte, and never shared."""
-
-    __slots__ = ("body", "sink")
-
-    def __init__(self, body: bytes, sink: Callable[[bytes], Awaitable[None]]) -> None:
-        self.body = body
-        self.sink = sink
-        """Receives each chunk of the event stream."""
+    sink: Sink | None = None
+    """Where the reply goes while it comes, for a body with `"stream": true`. A stream is retried until its first byte,
+    and never shared."""
 
 
 class Relayed(msgspec.Struct, frozen=True, tag="relayed"):
@@ -88,18 +83,6 @@ class Identity(NamedTuple):
     """Longest reply that the request allows. None: the config decides; 0: the request does not say."""
     patient: bool = False
     """The reply may take the whole of `attempt_timeout_s`, however fast other replies are."""
-
-
-class Exchange(Protocol):
-    def identify(self, request: Any) -> Identity: ...
-
-    async def call(self, client: ChatClient, model: str, inflight: InFlightRequest) -> Reply | Failure: ...
-
-    def read(self, inflight: InFlightRequest, reply: Reply) -> Scored | Relayed:
-        """Raises `Unparseable`."""
-
-    def revive(self, cached: CachedReply) -> Scored | Relayed | None:
-        """Turn a cached reply into an answer. None: it must be requested again."""
 
 
 class BodyWriter:
@@ -131,7 +114,7 @@ class RubricExchange:
         models = {endpoint.model or config.model for endpoint in config.endpoints}
         self._bodies = {model: BodyWriter(config, model, prompts) for model in models}
 
-    def identify(self, request: JudgeRequest) -> Identity:
+    def identify(self, request: Any) -> Identity:
         try:
             key = self._hash(request)
         except UnicodeEncodeError:
@@ -141,7 +124,6 @@ class RubricExchange:
         return Identity(key, self._static_size + content, keep_as=key)
 
     async def call(self, client: ChatClient, model: str, inflight: InFlightRequest) -> Reply | Failure:
-        assert isinstance(inflight.request, JudgeRequest)
         return await client.ask(self._bodies[model].write(inflight.request, reask=inflight.asks > 0))
 
     def read(self, inflight: InFlightRequest, reply: Reply) -> Scored:
@@ -167,28 +149,36 @@ class ChatExchange:
         for part in (first.url.encode(), (first.model or config.model).encode()):
             self._base.update(b"%d:" % len(part) + part)
 
-    def identify(self, request: ChatRequest) -> Identity:
+    def identify(self, request: Any) -> Identity:
         fields = msgspec.json.decode(request.body)
-        unique = secrets.token_bytes(32)
+        longest, choices = fields.get("max_completion_tokens") or fields.get("max_tokens"), fields.get("n")
+        counts = [count if isinstance(count, int) and count > 0 else 0 for count in (longest, choices or 1)]
+        unique = Identity(secrets.token_bytes(32), len(request.body), None, counts[0] * counts[1], patient=True)
         wants_sample = fields.get("temperature") != 0 and fields.get("seed") is None
-        if wants_sample and not request.shares_samples:
-            return self._identity(request.body, fields, unique, None)
+        if request.sink is not None or (wants_sample and not request.shares_samples):
+            return unique
         for name in PRIVATE_FIELDS:
             fields.pop(name, None)
         digest = self._base.copy()
         digest.update(msgspec.json.encode(fields, order="sorted"))
         key = digest.digest()
-        return self._identity(request.body, fields, unique if request.fresh else key, key)
-
-    @staticmethod
-    def _identity(body: bytes, fields: dict[str, Any], key: bytes, keep_as: bytes | None) -> Identity:
-        longest, choices = fields.get("max_completion_tokens") or fields.get("max_tokens"), fields.get("n")
-        counts = [count if isinstance(count, int) and count > 0 else 0 for count in (longest, choices or 1)]
-        return Identity(key, len(body), keep_as, most_tokens=counts[0] * counts[1], patient=True)
+        return unique._replace(key=unique.key if request.fresh else key, keep_as=key)
 
     async def call(self, client: ChatClient, model: str, inflight: InFlightRequest) -> Reply | Failure:
-        assert isinstance(inflight.request, ChatRequest)
-        return await client.ask(self._with_model(inflight.request.body, model), read_chat)
+        body, sink = self._with_model(inflight.request.body, model), inflight.request.sink
+        if sink is None:
+            return await client.ask(body, read_chat)
+
+        async def pass_on(chunk: bytes) -> None:
+            inflight.commit()
+            began = time.monotonic()
+            try:
+                await sink(chunk)
+            except OSError as error:  # the connection to the client, not to the judge
+                raise HungUp(str(error)) from error
+            inflight.held_s += time.monotonic() - began
+
+        return await client.stream(body, pass_on)
 
     def read(self, inflight: InFlightRequest, reply: Reply) -> Relayed:
         return Relayed(reply.text.encode(), inflight.usage, attempts=inflight.calls)
@@ -207,26 +197,7 @@ class ChatExchange:
         return msgspec.json.encode({**fields, "model": model})
 
 
-class StreamExchange(ChatExchange):
-    """Passes an event stream on while it comes. Once a byte has been passed on, the request cannot be repeated."""
-
-    def identify(self, request: ChatStream) -> Identity:  # type: ignore[override]
-        return self._identity(request.body, msgspec.json.decode(request.body), secrets.token_bytes(32), None)
-
-    async def call(self, client: ChatClient, model: str, inflight: InFlightRequest) -> Reply | Failure:
-        stream = inflight.request
-        assert isinstance(stream, ChatStream)
-
-        async def pass_on(chunk: bytes) -> None:
-            inflight.commit()
-            began = time.monotonic()
-            try:
-                await stream.sink(chunk)
-            except OSError as error:  # the connection to the client, not to the judge
-                raise HungUp(str(error)) from error
-            inflight.held_s += time.monotonic() - began
-
-        return await client.stream(self._with_model(stream.body, model), pass_on)
+Exchange = RubricExchange | ChatExchange
 
 
 def _utf8_bytes(text: str) -> int:

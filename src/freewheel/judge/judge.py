@@ -33,7 +33,7 @@ from freewheel.judge.config import JudgeConfig
 from freewheel.judge.request import JudgeRequest
 from freewheel.judge.stats import JudgeStats
 from freewheel.judge.tracker import Handle, RequestTracker
-from freewheel.judge.transport import Link, ProcessLink, ThreadLink
+from freewheel.judge.transport import Link
 from freewheel.judge.verdict import JudgeClosed, Verdict
 from freewheel.utils.checks import check_number
 
@@ -101,6 +101,8 @@ class Judge:
     config. The key is not pickled: the other process reads it from its environment.
     """
 
+    _link: Link | None = None
+
     def __init__(self, config: JudgeConfig | Mapping[str, Any]) -> None:
         self.config = config if isinstance(config, JudgeConfig) else JudgeConfig.from_dict(config)
         self._reset()
@@ -109,25 +111,21 @@ class Judge:
     def _reset(self) -> None:
         self._lock = threading.RLock()  # a signal handler may close while its thread holds the lock
         self._tracker = RequestTracker()
-        self._link: Link | None = None
+        self._link = None
         self._closed = False
-        self._finalizer: weakref.finalize[..., Any] | None = None
 
     def start(self) -> Self:
         """Start the engine now instead of at the first `submit`. Does nothing if it is running."""
         with self._lock:
             self._check_open()
             if self._link is None:
-                placement = ProcessLink if self.config.placement == "process" else ThreadLink
-                link = self._link = placement(self.config, self._tracker)
+                link = self._link = Link(self.config, self._tracker)
                 try:
                     link.start()
                 except BaseException:  # Ctrl-C may come while the thread starts: it must not stay behind
                     self._link = None
                     link.join(CLOSE_TIMEOUT_S)
                     raise
-                self._finalizer = weakref.finalize(self, _abandon, link, os.getpid())
-                self._finalizer.atexit = False  # _close_all closes all judges at exit
         return self
 
     def submit(self, requests: Requests, *, deadline_s: float | None = FROM_CONFIG) -> Handle:
@@ -178,7 +176,7 @@ class Judge:
 
     def recent_stats(self) -> JudgeStats:
         """The engine's last known figures, at once. Requests newer ones for the next call."""
-        if self.running and not self._tracker.has_asked_for_stats():
+        if self.running:
             self._tracker.ask_stats()
         return self._last_stats()
 
@@ -191,10 +189,8 @@ class Judge:
         Idempotent. A judge that was never used closes at once.
         """
         with self._lock:
-            if self._closed:
-                return
             link = self._link
-            if link is None:
+            if self._closed or link is None:
                 self._closed = True
                 return
         if drain:
@@ -202,10 +198,12 @@ class Judge:
             for handle in self._tracker.open_handles():
                 handle.wait(max(0.0, until - time.monotonic()))
         self._closed = True
-        if self._finalizer is not None:
-            self._finalizer.detach()
         self._tracker.close("the judge was closed")
         link.join(timeout_s)
+
+    def __del__(self) -> None:
+        if self._link is not None:
+            self._link.end()
 
     def __enter__(self) -> Self:
         return self
@@ -234,19 +232,12 @@ class Judge:
         """In a forked process: the engine belongs to the parent, and this copy starts its own when it is used."""
         if self._link is not None:
             self._link.forget()
-        if self._finalizer is not None:
-            self._finalizer.detach()
         closed = self._closed
         self._reset()
         self._closed = closed
 
 
 _judges: weakref.WeakSet[Judge] = weakref.WeakSet()
-
-
-def _abandon(link: Link, pid: int) -> None:
-    if pid == os.getpid():
-        link.abandon()
 
 
 @atexit.register
@@ -273,15 +264,11 @@ class InlineJudge:
         self.config = config
         self.engine = Engine(config, deliver=self._deliver, spent=spent)
         self._numbers = itertools.count()
-        self._open: dict[int, _InlineBatch] = {}
+        self._open: dict[int, Handle] = {}
         self._running = False
 
     async def start(self) -> Self:
-        try:
-            await self.engine.start()
-        except BaseException:
-            await self.engine.close()
-            raise
+        await self.engine.start()
         self._running = True
         return self
 
@@ -298,18 +285,14 @@ class InlineJudge:
         """`score` for requests that are known to be well-formed, chat completions included."""
         if not self._running:
             raise JudgeClosed("the judge is not running; use it within `async with`")
-        if not batch:
-            return []
-        number = next(self._numbers)
-        waiting = self._open[number] = _InlineBatch(len(batch))
+        handle = Handle(next(self._numbers), batch, deadline_at, lambda handle: self.engine.cancel(handle.batch))
+        self._open[handle.batch] = handle
         try:
-            self.engine.submit(number, range(len(batch)), batch, deadline_at)
-            await waiting.done.wait()
-            return waiting.verdicts
+            self.engine.submit(handle.batch, range(len(batch)), batch, deadline_at)
+            return await handle
         finally:
-            if waiting.missing:
-                self.engine.cancel(number)
-            del self._open[number]
+            handle.cancel()
+            del self._open[handle.batch]
 
     def stats(self) -> JudgeStats:
         return self.engine.stats()
@@ -317,29 +300,16 @@ class InlineJudge:
     @property
     def share_done(self) -> float:
         """Share of the requests of all open batches that are done."""
-        total = sum(len(waiting.verdicts) for waiting in self._open.values())
-        return 1 - sum(waiting.missing for waiting in self._open.values()) / total if total else 1.0
+        progress = [handle.progress() for handle in self._open.values()]
+        return sum(one.done for one in progress) / (sum(one.total for one in progress) or 1) if progress else 1.0
 
     def _deliver(self, number: int, index: int, verdict: Any) -> None:
-        waiting = self._open[number]
-        waiting.verdicts[index] = verdict
-        waiting.missing -= 1
-        if not waiting.missing:
-            waiting.done.set()
+        handle = self._open[number]
+        handle.put(index, verdict)
+        handle.wake()
 
     async def __aenter__(self) -> Self:
         return await self.start()
 
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
-
-
-class _InlineBatch:
-    """The verdicts of one `InlineJudge.ask` so far."""
-
-    __slots__ = ("done", "missing", "verdicts")
-
-    def __init__(self, count: int) -> None:
-        self.verdicts: list[Any] = [None] * count
-        self.missing = count
-        self.done = asyncio.Event()

@@ -17,6 +17,7 @@ handled ten times as fast as one that takes 2 s.
 from __future__ import annotations
 
 import math
+from typing import Annotated
 
 import msgspec
 
@@ -63,10 +64,8 @@ LEAST_REFERENCE = 12.0
 """Weight (decayed replies) that a reference needs: half of a slow-start segment."""
 NEAREST_REFERENCE = 2
 """A level is compared with levels at least this many bins below (n/1.4). Nearer ones differ by less than the noise."""
-USUAL_REFERENCE = 4
+FARTHEST_REFERENCE = 4
 """It is compared down to this many bins below (n/2)."""
-FARTHEST_REFERENCE = 8
-"""It is compared down to n/4 if a fast start left nothing nearer."""
 MEMORY_PER_SEGMENT = 0.93
 """Decay of the table per segment: it forgets half in ten, so it follows a judge that changes."""
 MOST_WEIGHT = 8.0 * SEGMENT
@@ -81,10 +80,6 @@ PLATEAU_PEAK = 1.1
 """After a plateau the bound is this multiple of the reference level."""
 PLATEAU_CUT = 0.9
 """After a plateau the limit is this share of the bound."""
-SLOW_LATENCY = 5.0
-"""Mean latency over base latency at which the judge is overloaded, whatever its throughput is."""
-BASE_DRIFT = 1.01
-"""Upward drift of the base latency per segment: a judge that became slower for good is accepted in the end."""
 LATENCY_SPREAD = 0.5
 """Assumed relative spread of latencies until it is measured."""
 SPREAD_WEIGHT = 0.25
@@ -124,12 +119,6 @@ PROBE_GROWTH = 2.0
 UNKNOWN_RTT_S = 1.0
 """Assumed round trip until the first success: the usual order of a judge's latency."""
 
-SANE_S = (1e-6, 1e6)
-"""Remembered latencies outside a microsecond to eleven days are damaged."""
-SANE_RATE_PER_S = (1e-9, 1e9)
-"""The same for throughputs."""
-
-_QUIET_DOUBLINGS = 1 + math.ceil(math.log2(QUIET_MOST_RTT / QUIET_FIRST_RTT))
 _WATCHED_MASK = (1 << REPLIES_WATCHED) - 1
 _FAULTS_TO_CUT = math.ceil(FAULT_SHARE * REPLIES_WATCHED)
 _BREAKS_TO_CUT = math.ceil(BREAK_SHARE * REPLIES_WATCHED)
@@ -138,15 +127,21 @@ Ticket = tuple[float, int]
 """State when a request was sent: the time, and how many requests were in flight with it."""
 
 
-class LimiterMemory(msgspec.Struct, frozen=True):
-    """What is kept between steps and runs. It may be old or damaged; impossible values are ignored."""
+Level = Annotated[float, msgspec.Meta(ge=0.0, le=MOST)]
+Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]
+Rate = Annotated[float, msgspec.Meta(gt=0.0, le=1e9)]
+Weight = Annotated[float, msgspec.Meta(ge=0.0, le=MOST_WEIGHT)]
+Bin = Annotated[int, msgspec.Meta(ge=0, le=BINS_PER_OCTAVE * 12)]
 
-    window: float = 0.0
-    bound: float = 0.0
+
+class LimiterMemory(msgspec.Struct, frozen=True):
+    """What is kept between steps and runs. It may be old; decoding refuses a damaged one."""
+
+    window: Level = 0.0
+    bound: Level = 0.0
     """Where the judge last refused or stopped gaining; 0 if that never happened."""
-    rtt_s: float = 0.0
-    base_latency_s: float = 0.0
-    levels: dict[int, tuple[float, float]] = {}
+    rtt_s: Seconds = 0.0
+    levels: dict[Bin, tuple[Rate, Weight]] = {}
     """Throughput table: bin → (requests per second, weight)."""
 
 
@@ -174,7 +169,6 @@ class Limiter:
         self._bound = 0.0  # 0: none met yet, slow start
         self._target = math.inf  # slow start continues to here
         self._rtt_s = 0.0
-        self._base_latency_s = math.inf
         self._spread = LATENCY_SPREAD
         self._levels: dict[int, tuple[float, float]] = {}
         self._cut_at = -math.inf
@@ -186,26 +180,19 @@ class Limiter:
         self._refusal_s = 0.0
         if memory is not None and not self._is_fixed:
             self._restore(memory)
-        self._limit = int(self._window)
+        self.limit = int(self._window)
+        """Number of requests that may be in flight now."""
         self._segment_count = 0
         self._segment_size: float = FIRST_SEGMENT
         self._segment_start = self._segment_latency_s = self._segment_square = self._segment_level = 0.0
 
     def _restore(self, memory: LimiterMemory) -> None:
-        # Each comparison is False for NaN.
-        if 1.0 <= memory.window <= MOST:
+        if memory.window >= 1.0:
             self._window = min(memory.window, self._ceiling)
-        if 1.0 <= memory.bound <= MOST:
-            self._bound = memory.bound
-            self._target = self._window
-        if SANE_S[0] <= memory.rtt_s <= SANE_S[1]:
-            self._rtt_s = memory.rtt_s
-        if SANE_S[0] <= memory.base_latency_s <= SANE_S[1]:
-            self._base_latency_s = memory.base_latency_s
-        most_bin = round(BINS_PER_OCTAVE * math.log2(MOST))
-        for level, (rate, weight) in memory.levels.items():
-            if 0 <= level <= most_bin and SANE_RATE_PER_S[0] <= rate <= SANE_RATE_PER_S[1] and weight >= 0.0:
-                self._levels[level] = (rate, min(weight, MOST_WEIGHT))
+        if memory.bound >= 1.0:
+            self._bound, self._target = memory.bound, self._window
+        self._rtt_s = memory.rtt_s
+        self._levels = dict(memory.levels)
 
     def memory(self) -> LimiterMemory:
         """The state from which a later limiter for the same judge should start."""
@@ -213,17 +200,11 @@ class Limiter:
             window=max(self._window, self._target) if self._target < math.inf else self._window,
             bound=self._bound,
             rtt_s=self._rtt_s,
-            base_latency_s=self._base_latency_s if self._base_latency_s < math.inf else 0.0,
             levels=dict(self._levels),
         )
 
-    @property
-    def limit(self) -> int:
-        """Number of requests that may be in flight now."""
-        return self._limit
-
     def has_room(self) -> bool:
-        return self.in_flight < self._limit
+        return self.in_flight < self.limit
 
     def sent(self, now: float) -> Ticket:
         """A request is sent now."""
@@ -233,7 +214,7 @@ class Limiter:
                 # The cubic's clock starts with the first request, which may already cause a cut.
                 self._cut_at = now - EPOCH_RTT * self._rtt_s
         self.in_flight = in_flight = self.in_flight + 1
-        if self._refusals > REFUSALS_TOLERATED and in_flight >= self._limit:
+        if self._refusals > REFUSALS_TOLERATED and in_flight >= self.limit:
             self._probe(now)
         return (now, in_flight)
 
@@ -253,7 +234,7 @@ class Limiter:
         if self._is_fixed:
             return
         window = self._window
-        limit = self._limit
+        limit = self.limit
         if in_flight < limit * IN_USE or in_flight > limit + 1:  # not in use, or still draining after a cut
             self._start_segment(now)
             return
@@ -325,7 +306,7 @@ class Limiter:
         self._refusal_s = now - ticket[0]
         excess = self._refusals - REFUSALS_TOLERATED
         if excess > 0 and self.in_flight < PROBES:
-            silence = QUIET_MOST_RTT if excess >= _QUIET_DOUBLINGS else QUIET_FIRST_RTT * 2.0 ** (excess - 1)
+            silence = min(QUIET_MOST_RTT, QUIET_FIRST_RTT * 2.0 ** min(excess - 1, 10))
             self.quiet_until = now + silence * (self._rtt_s or UNKNOWN_RTT_S)
 
     def _probe(self, now: float) -> None:
@@ -357,7 +338,7 @@ class Limiter:
 
     def _set_window(self, window: float) -> None:
         self._window = window = min(self._ceiling, max(1.0, window))
-        self._limit = int(window)
+        self.limit = int(window)
 
     def _start_segment(self, now: float) -> None:
         self._segment_start = now
@@ -377,7 +358,6 @@ class Limiter:
             return
         spread = math.sqrt(max(0.0, square / (latency_s * latency_s) - 1.0))
         self._spread += SPREAD_WEIGHT * (max(LEAST_SPREAD, spread) - self._spread)
-        self._base_latency_s = min(latency_s, self._base_latency_s * BASE_DRIFT)
         levels = self._levels
         for key, (rate, weight) in levels.items():
             levels[key] = (rate, weight * MEMORY_PER_SEGMENT)
@@ -391,10 +371,7 @@ class Limiter:
         rate = (rate * weight + rate_here * count) / (weight + count)
         weight = min(MOST_WEIGHT, weight + count)
         levels[here] = (rate, weight)
-        if latency_s > SLOW_LATENCY * self._base_latency_s and now - self._cut_at > latency_s:
-            self._cut(min(level, self._window) * PLATEAU_CUT, PLATEAU_CUT, now, PLATEAU_RETURN_RTT)
-        else:
-            self._compare(here, level, now)
+        self._compare(here, level, now)
 
     def _compare(self, here: int, level: float, now: float) -> None:
         """Step back if the level gives no more throughput, or less, than the levels well below it."""
@@ -402,8 +379,6 @@ class Limiter:
         rate, weight = levels[here]
         reference_rate = reference_weight = reference_bin = 0.0
         for below in range(NEAREST_REFERENCE, FARTHEST_REFERENCE + 1):
-            if below > USUAL_REFERENCE and reference_weight >= LEAST_REFERENCE:
-                break
             rate_below, weight_below = levels.get(here - below, (0.0, 0.0))
             reference_rate += rate_below * weight_below
             reference_bin += (here - below) * weight_below

@@ -123,13 +123,10 @@ def classify(status: int, headers: Mapping[str, str], body: bytes, *, wall_now: 
     text = _error_text(body)
     phrase = HTTPStatus(status).phrase if status in HTTPStatus._value2member_map_ else "?"
     detail = f"HTTP {status} {phrase}" + (f": {text}" if text else "")
-    if status == HTTPStatus.TOO_MANY_REQUESTS or status == HTTPStatus.PAYMENT_REQUIRED:
-        if status == HTTPStatus.PAYMENT_REQUIRED or _QUOTA_WORDS.search(text):
-            return Failure(Kind.QUOTA, detail)
-        exhausted = (
-            headers.get("x-ratelimit-remaining-requests") == "0" or headers.get("x-ratelimit-remaining-tokens") == "0"
-        )
-        kind = Kind.RATE if exhausted or _RATE_WORDS.search(text) else Kind.THROTTLED
+    if status == HTTPStatus.PAYMENT_REQUIRED or (status == HTTPStatus.TOO_MANY_REQUESTS and _QUOTA_WORDS.search(text)):
+        return Failure(Kind.QUOTA, detail)
+    if status == HTTPStatus.TOO_MANY_REQUESTS:
+        kind = Kind.RATE if _exhausted(headers) or _RATE_WORDS.search(text) else Kind.THROTTLED
         return Failure(kind, detail, _retry_after_s(headers, wall_now))
     if status >= 500:
         return Failure(Kind.OVERLOADED, detail, _retry_after_s(headers, wall_now))
@@ -141,18 +138,19 @@ def classify(status: int, headers: Mapping[str, str], body: bytes, *, wall_now: 
     return Failure(_KIND_OF_STATUS.get(status, Kind.REJECTED), detail)
 
 
+def _exhausted(headers: Mapping[str, str]) -> list[str]:
+    """The budgets of which nothing is left."""
+    return [what for what in ("requests", "tokens") if headers.get(f"x-ratelimit-remaining-{what}") == "0"]
+
+
 def _retry_after_s(headers: Mapping[str, str], wall_now: float) -> float | None:
     """The wait that the server requests: Retry-After (seconds or a date), else the reset of the exhausted limit."""
-    milliseconds = headers.get("retry-after-ms")
-    if milliseconds is not None and (wait := parse_duration_s(milliseconds, wall_now)) is not None:
-        return wait / 1000
+    milliseconds = parse_duration_s(headers.get("retry-after-ms", ""), wall_now)
+    if milliseconds is not None:
+        return milliseconds / 1000
     if (text := headers.get("Retry-After")) is not None:
         return parse_duration_s(text, wall_now)
-    waits = [
-        parse_duration_s(headers.get(f"x-ratelimit-reset-{what}", ""), wall_now)
-        for what in ("requests", "tokens")
-        if headers.get(f"x-ratelimit-remaining-{what}") == "0"
-    ]
+    waits = [parse_duration_s(headers.get(f"x-ratelimit-reset-{what}", ""), wall_now) for what in _exhausted(headers)]
     return max((wait for wait in waits if wait is not None), default=None)
 
 
@@ -273,17 +271,9 @@ def read_stream_usage(tail: bytes) -> Usage:
 def read_models(content: bytes) -> list[str]:
     """The names in a list of models; empty if `content` is not one."""
     try:
-        return [model.id for model in msgspec.json.decode(content, type=_Models).data]
-    except _UNREADABLE:
+        return [str(model["id"]) for model in json.loads(content)["data"]]
+    except (*_UNREADABLE, KeyError, TypeError):
         return []
-
-
-class _Model(msgspec.Struct):
-    id: str
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model]
 
 
 def _usage(reported: _Usage | None) -> Usage:

@@ -1,4 +1,4 @@
-"""How fast requests may be sent: budgets of requests and tokens per minute, configured or learned from headers.
+"""When a request may be sent: budgets of requests and tokens per minute, and the back-off after a failure.
 
 The concurrency limit says how many requests may be in flight. A judge may also count requests or tokens per minute.
 Cutting concurrency for that would be wrong, because the level is fine and the pace is not, so pace is separate.
@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from datetime import UTC, datetime
+from collections.abc import Callable, Mapping
+from datetime import UTC
 from email.utils import parsedate_to_datetime
-
-import msgspec
+from typing import NamedTuple
 
 MINUTE_S = 60.0
 BURST_S = 1.0
@@ -46,6 +45,12 @@ LEAST_RATE_WINDOW_S = 1.0
 """It is never measured over less: the first burst that a judge accepts is not a rate."""
 LEAST_PACE_PER_S = 0.2
 """The pace never falls below one request in five seconds, so a judge that refuses everything is still asked."""
+BASE_BACKOFF_S = 0.25
+"""Upper end of the first back-off: short next to a judge's call, long enough for a brief fault to pass."""
+MAX_BACKOFF_S = 8.0
+"""Longest back-off where the server names none. A batch's deadline leaves room for many."""
+RETRY_AFTER_SPREAD = 0.25
+"""Retry-After × U(1, 1.25), so that all who got the same second do not come back at the same instant."""
 EPOCH_SECONDS_FROM = 1e9
 """A plain number from here on is a date (seconds since 1970), not a duration of thirty years."""
 EPOCH_MILLISECONDS_FROM = 1e11
@@ -56,44 +61,36 @@ _PART = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(ms|us|µs|ns|d|h|m|s)\s*")
 _NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?")
 
 
+def backoff_s(failures: int, retry_after_s: float | None, random: Callable[[], float]) -> float:
+    """How long a request waits after its `failures`-th failure. `random` gives U(0, 1)."""
+    if retry_after_s is not None and retry_after_s > 0:
+        return retry_after_s * (1 + RETRY_AFTER_SPREAD * random())
+    return min(MAX_BACKOFF_S, BASE_BACKOFF_S * 2.0 ** min(failures - 1, 16)) * random()
+
+
 def parse_duration_s(text: str, wall_now: float) -> float | None:
     """Return the seconds from `wall_now` (seconds since 1970) that `text` means, or None if it cannot be read.
 
-    It may be "20ms", "6m0s", "12", an HTTP or ISO date, or seconds or milliseconds since 1970. A time in the past gives
-    0.0.
+    It may be "20ms", "6m0s", "12", an HTTP date, or seconds or milliseconds since 1970. A time in the past gives 0.0.
     """
     text = text.strip().lower()
+    seconds = 0.0
+    end = 0
     if _NUMBER.fullmatch(text):
-        seconds = float(text)
+        seconds, end = float(text), len(text)
         if seconds >= EPOCH_MILLISECONDS_FROM:
             seconds = seconds / 1000.0 - wall_now
         elif seconds >= EPOCH_SECONDS_FROM:
             seconds -= wall_now
-        return max(0.0, seconds) if math.isfinite(seconds) else None
-    total_s = 0.0
-    end = 0
     while part := _PART.match(text, end):
-        total_s += float(part[1]) * _UNIT_S[part[2]]
+        seconds += float(part[1]) * _UNIT_S[part[2]]
         end = part.end()
-    if end and end == len(text):
-        return total_s if math.isfinite(total_s) else None
-    moment = _parse_date(text)
-    return None if moment is None else max(0.0, moment.timestamp() - wall_now)
-
-
-def _parse_date(text: str) -> datetime | None:
-    moment: datetime | None
-    try:
-        moment = datetime.fromisoformat(text.upper())
-    except ValueError:
+    if not end or end < len(text):
         try:
-            moment = parsedate_to_datetime(text)
+            seconds = parsedate_to_datetime(text).replace(tzinfo=UTC).timestamp() - wall_now  # HTTP dates are in GMT
         except (ValueError, TypeError, IndexError, OverflowError):
             return None
-    try:
-        return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
-    except (ValueError, OverflowError):
-        return None
+    return max(0.0, seconds) if math.isfinite(seconds) else None
 
 
 def _amount(text: str | None) -> float | None:
@@ -103,36 +100,36 @@ def _amount(text: str | None) -> float | None:
     return value if math.isfinite(value) and value >= 0.0 else None
 
 
-class RateHeaders(msgspec.Struct, frozen=True):
-    """A reply's `x-ratelimit-*` headers. A missing or unreadable one is None."""
+class HeaderBudget(NamedTuple):
+    """What one family of `x-ratelimit-*` headers reports. A missing or unreadable one is None."""
 
-    limit_requests: float | None = None
-    remaining_requests: float | None = None
-    reset_requests_s: float | None = None
-    limit_tokens: float | None = None
-    remaining_tokens: float | None = None
-    reset_tokens_s: float | None = None
+    limit: float | None = None
+    remaining: float | None = None
+    reset_s: float | None = None
 
-    @classmethod
-    def parse(cls, headers: Mapping[str, str], wall_now: float) -> RateHeaders | None:
-        """Read a reply's headers (a case-insensitive mapping). Returns None, quickly, if none of these is there."""
-        get = headers.get
-        limit_requests = get("x-ratelimit-limit-requests") or get("x-ratelimit-limit")
-        remaining_requests = get("x-ratelimit-remaining-requests") or get("x-ratelimit-remaining")
-        limit_tokens = get("x-ratelimit-limit-tokens")
-        remaining_tokens = get("x-ratelimit-remaining-tokens")
-        if limit_requests is remaining_requests is limit_tokens is remaining_tokens is None:
-            return None
-        reset_requests = get("x-ratelimit-reset-requests") or get("x-ratelimit-reset")
-        reset_tokens = get("x-ratelimit-reset-tokens")
-        return cls(
-            limit_requests=_amount(limit_requests),
-            remaining_requests=_amount(remaining_requests),
-            reset_requests_s=None if reset_requests is None else parse_duration_s(reset_requests, wall_now),
-            limit_tokens=_amount(limit_tokens),
-            remaining_tokens=_amount(remaining_tokens),
-            reset_tokens_s=None if reset_tokens is None else parse_duration_s(reset_tokens, wall_now),
-        )
+
+class RateHeaders(NamedTuple):
+    """A reply's `x-ratelimit-*` headers."""
+
+    requests: HeaderBudget = HeaderBudget()
+    tokens: HeaderBudget = HeaderBudget()
+
+
+def read_rate_headers(headers: Mapping[str, str], wall_now: float) -> RateHeaders | None:
+    """Read a reply's headers (a case-insensitive mapping). Returns None, quickly, if none of these is there."""
+    requests = _read_budget(headers, "-requests", wall_now) or _read_budget(headers, "", wall_now)
+    tokens = _read_budget(headers, "-tokens", wall_now)
+    if requests is None and tokens is None:
+        return None
+    return RateHeaders(requests or HeaderBudget(), tokens or HeaderBudget())
+
+
+def _read_budget(headers: Mapping[str, str], suffix: str, wall_now: float) -> HeaderBudget | None:
+    limit, remaining = headers.get("x-ratelimit-limit" + suffix), headers.get("x-ratelimit-remaining" + suffix)
+    if limit is None or remaining is None:
+        return None
+    reset_s = parse_duration_s(headers.get("x-ratelimit-reset" + suffix, ""), wall_now)
+    return HeaderBudget(_amount(limit), _amount(remaining), reset_s)
 
 
 class Bucket:
@@ -163,18 +160,22 @@ def _configured(per_minute: float | None) -> Bucket | None:
     return Bucket(rate_per_s, capacity, capacity, -math.inf)
 
 
-def _scarce_bucket(now: float, limit: float | None, remaining: float | None, reset_s: float | None) -> Bucket | None:
-    """Return the bucket that a limit and a remaining amount describe, or None while plenty is left.
+def _scarce_bucket(now: float, known: Bucket | None, reported: HeaderBudget) -> Bucket | None:
+    """Return the bucket that `reported` describes, or None while plenty is left. `known` is the one before.
 
     The budget is whole again after `reset_s`, so the used amount over that time is the refill rate. That is right for
     budgets of a second, a minute or a day. For a fixed window it may be too fast; a refusal then pauses.
     """
+    limit, remaining, reset_s = reported
     if limit is None or remaining is None or limit < 1.0 or remaining >= limit * SCARCE_SHARE:
         return None
     if reset_s is None:
         reset_s = MINUTE_S
     if reset_s < LEAST_RESET_S:
         return None
+    if known is not None:  # a reply that was delayed must not give back budget
+        known.refill(now)
+        remaining = min(remaining, known.level)
     rate_per_s = max((limit - remaining) / reset_s, 1.0 / MOST_RESET_S)
     return Bucket(rate_per_s, max(1.0, limit * SCARCE_SHARE), remaining, now)
 
@@ -187,7 +188,6 @@ class Pacer:
         self._tokens = _configured(tokens_per_minute)
         self._header_requests: Bucket | None = None
         self._header_tokens: Bucket | None = None
-        self._header_rate_per_s = math.inf  # cap of the pace, from a limit header without a remaining one
         self._pace_per_s = 0.0  # 0: no pace
         self._refused_pace_per_s = 0.0
         self._paced_at = -math.inf
@@ -208,14 +208,20 @@ class Pacer:
         """When a request of about `tokens` tokens may be sent: `now` or earlier means at once, else ask again then."""
         if self._is_free:
             return now
-        at = max(now, self._paused_until, self._next_at if self._pace_per_s else now)
-        for bucket in (self._requests, self._header_requests):
-            if bucket is not None:
-                at = max(at, bucket.ready_at(now, 1.0))
-        for bucket in (self._tokens, self._header_tokens):
-            if bucket is not None:
-                at = max(at, bucket.ready_at(now, float(tokens)))
+        at = max(now, self._paused_until, self._next_at)
+        for bucket, amount in self._buckets(tokens):
+            at = max(at, bucket.ready_at(now, amount))
         return at
+
+    def _buckets(self, tokens: int) -> list[tuple[Bucket, float]]:
+        """The budgets that bind now, each with what one request takes from it."""
+        amounts = (
+            (self._requests, 1.0),
+            (self._header_requests, 1.0),
+            (self._tokens, tokens),
+            (self._header_tokens, tokens),
+        )
+        return [(bucket, amount) for bucket, amount in amounts if bucket is not None]
 
     def sent(self, now: float, tokens: int) -> None:
         """A request of about `tokens` tokens is sent now."""
@@ -226,14 +232,9 @@ class Pacer:
             return
         if self._pace_per_s:
             self._next_at = max(self._next_at, now) + 1.0 / self._pace_per_s
-        for bucket in (self._requests, self._header_requests):
-            if bucket is not None:
-                bucket.refill(now)
-                bucket.level -= 1.0
-        for bucket in (self._tokens, self._header_tokens):
-            if bucket is not None:
-                bucket.refill(now)
-                bucket.level -= tokens
+        for bucket, amount in self._buckets(tokens):
+            bucket.refill(now)
+            bucket.level -= amount
 
     def settled(self, now: float, estimated_tokens: int, used_tokens: int, rtt_s: float) -> None:
         """A reply arrived that used `used_tokens` and took `rtt_s`."""
@@ -254,19 +255,15 @@ class Pacer:
         if now < self._paused_until:  # part of the same burst
             return
         self._paused_until = now + min(MOST_PAUSE_S, max(0.0, retry_after_s))
-        pace = min(max(LEAST_PACE_PER_S, self._accepted_per_s(now) * PACE_SHARE), self._header_rate_per_s)
+        pace = max(LEAST_PACE_PER_S, self._accepted_per_s(now) * PACE_SHARE)
         self._pace_per_s = self._refused_pace_per_s = min(pace, self._pace_per_s) if self._pace_per_s else pace
         self._paced_at = self._next_at = self._paused_until
         self._is_free = False
 
     def observed(self, now: float, headers: RateHeaders) -> None:
         """A reply had these headers."""
-        requests = _scarce_bucket(now, headers.limit_requests, headers.remaining_requests, headers.reset_requests_s)
-        tokens = _scarce_bucket(now, headers.limit_tokens, headers.remaining_tokens, headers.reset_tokens_s)
-        self._header_requests = _merge(now, self._header_requests, requests)
-        self._header_tokens = _merge(now, self._header_tokens, tokens)
-        if headers.limit_requests is not None and headers.remaining_requests is None and headers.limit_requests >= 1.0:
-            self._header_rate_per_s = headers.limit_requests / MINUTE_S
+        self._header_requests = _scarce_bucket(now, self._header_requests, headers.requests)
+        self._header_tokens = _scarce_bucket(now, self._header_tokens, headers.tokens)
         self._note_freedom()
 
     def _accepted_per_s(self, now: float) -> float:
@@ -286,16 +283,8 @@ class Pacer:
         if now <= self._paced_at or rtt_s <= 0.0 or self._next_at < now - rtt_s:
             return  # a pace that is not fully used teaches nothing
         growth = PACE_GROWTH_PER_RTT * min(1.0, (now - self._paced_at) / rtt_s)
-        self._pace_per_s = min(self._pace_per_s * (1.0 + growth), self._header_rate_per_s)
+        self._pace_per_s *= 1.0 + growth
         self._paced_at = now
         if self._pace_per_s > PACE_FORGOTTEN * self._refused_pace_per_s:
             self._pace_per_s = 0.0
             self._note_freedom()
-
-
-def _merge(now: float, known: Bucket | None, reported: Bucket | None) -> Bucket | None:
-    """Replace the known bucket by the reported one. A reply that was delayed must not give back budget."""
-    if known is not None and reported is not None:
-        known.refill(now)
-        reported.level = min(reported.level, known.level)
-    return reported

@@ -18,7 +18,7 @@ import math
 import os
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
@@ -65,7 +65,7 @@ class Handle:
     """
 
     def __init__(
-        self, batch: int, requests: Sequence[JudgeRequest], deadline_at: float | None, cancel: Callable[[Handle], None]
+        self, batch: int, requests: Sequence[Any], deadline_at: float | None, cancel: Callable[[Handle], None]
     ) -> None:
         self.batch = batch
         self.requests = requests
@@ -80,7 +80,7 @@ class Handle:
         self._cancel = cancel
         self._verdicts: list[Verdict | None] = [None] * len(requests)
         self._order: list[int] = []
-        self._counts = {Scored: 0, Failed: 0, Skipped: 0}
+        self._counts: Counter[type] = Counter()
         self._finished = threading.Event()
         self._listeners: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
         self._pid = os.getpid()
@@ -210,12 +210,13 @@ class RequestTracker:
         self._deadlines: list[tuple[float, int]] = []
         self._to_send: deque[Handle] = deque()
         self._control: deque[ToEngine] = deque()
-        self._queries: list[Future[JudgeStats]] = []
+        self._query: Future[JudgeStats] | None = None
         self._sent_count = 0
         self._next_batch = 0
         self._refusal: JudgeClosed | EngineDied | None = None
         """Why no further batch is accepted."""
-        self._wake: Callable[[], None] = lambda: None
+        self.wake: Callable[[], None] = lambda: None
+        """Called from any thread whenever there is something new for the engine. It must not block."""
         self.spent = 0.0
         self.restarts = 0
         self.last_stats = JudgeStats()
@@ -233,47 +234,41 @@ class RequestTracker:
                 self._to_send.append(handle)
                 if deadline_at is not None:
                     heapq.heappush(self._deadlines, (deadline_at, handle.batch))
-        self._wake()
+        self.wake()
         return handle
 
     def cancel(self, handle: Handle) -> None:
         self._end(handle, Reason.CANCELLED, "cancelled by the caller")
-        self._wake()
-
-    def has_asked_for_stats(self) -> bool:
-        return bool(self._queries)
+        self.wake()
 
     def ask_stats(self) -> Future[JudgeStats]:
-        future: Future[JudgeStats] = Future()
+        """Request the engine's figures. All who ask before they arrive share one reply."""
         with self._lock:
+            if self._query is None:
+                self._query = Future()
+                self._control.append(AskStats())
+            query = self._query
             if self._refusal is not None:
-                future.set_result(self.last_stats)  # no engine is left to answer
-                return future
-            self._queries.append(future)
-            self._control.append(AskStats())
-        self._wake()
-        return future
+                self._answer_query()  # no engine is left to answer
+        self.wake()
+        return query
 
     def close(self, why: str) -> None:
         """Refuse further batches and end the open ones as cancelled."""
         with self._lock:
-            self._refusal = JudgeClosed(why)
+            self._refusal = self._refusal or JudgeClosed(why)
         self._end_all(Reason.CANCELLED, why)
 
     def break_down(self, why: str) -> None:
         """The engine will not come back: refuse further batches and end the open ones as failed."""
         with self._lock:
             self._refusal = self._refusal or EngineDied(why)
-            self._answer_queries()
+            self._answer_query()
         self._end_all(Reason.ENGINE, why)
 
     def open_handles(self) -> list[Handle]:
         with self._lock:
             return list(self._open.values())
-
-    def attach(self, wake: Callable[[], None]) -> None:
-        """Call `wake`, from any thread, whenever there is something new for the engine. It must not block."""
-        self._wake = wake
 
     # -- for the link -------------------------------------------------------------------------------------------------
 
@@ -315,7 +310,7 @@ class RequestTracker:
         elif isinstance(message, StatsReply):
             with self._lock:
                 self.last_stats = message.stats
-                self._answer_queries()
+                self._answer_query()
         elif isinstance(message, LogLine):
             log.log(message.level, "%s", message.text)
 
@@ -341,7 +336,7 @@ class RequestTracker:
         with self._lock:
             self.restarts += 1
             self._control.clear()
-            self._answer_queries()
+            self._answer_query()
             self._sent_count = 0
             self._to_send.clear()
             for handle in self._open.values():
@@ -366,10 +361,10 @@ class RequestTracker:
             if handle is not None:
                 self._end(handle, Reason.DEADLINE, "the batch's deadline is over")
 
-    def _answer_queries(self) -> None:
-        for query in self._queries:
-            query.set_result(self.last_stats)
-        self._queries.clear()
+    def _answer_query(self) -> None:
+        if self._query is not None:
+            self._query.set_result(self.last_stats)
+            self._query = None
 
     def _end_all(self, reason: Reason, detail: str) -> None:
         for handle in self.open_handles():

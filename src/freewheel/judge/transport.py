@@ -1,11 +1,10 @@
 """Between the caller and the engine: the messages, the frames on a socket, and the thread that carries them.
 
     RequestTracker ◀─▶ Link: a thread with an event loop ◀─▶ Service: the engine
-                        ├─ ThreadLink    runs the service on that loop and calls it directly
-                        └─ ProcessLink   runs it in a child process; messages travel over a socket pair
+                                                          on that loop, or in a child process behind a `Pipe`
 
     caller ── Configure, Submit, Cancel, AskStats, Close ──▶ engine
-    caller ◀── Started, Results, StatsReply, LogLine, Stopped ── engine
+    caller ◀── Started, EngineFailure, Results, StatsReply, LogLine ── engine
 
 A child process that dies is replaced; the next one gets everything that the dead one had not answered.
 """
@@ -15,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import socket
@@ -23,7 +23,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -35,7 +35,6 @@ from freewheel.judge.verdict import Failed, Reason, Verdict
 from freewheel.utils.waiting import wait_for_event, wait_in_slices
 
 if TYPE_CHECKING:
-    from freewheel.judge.service import Service
     from freewheel.judge.tracker import RequestTracker
 
 log = logging.getLogger("freewheel.judge")
@@ -81,7 +80,13 @@ class Close(msgspec.Struct, tag=True, array_like=True):
 
 
 class Started(msgspec.Struct, tag=True, array_like=True):
-    pass
+    """The engine takes messages."""
+
+
+class EngineFailure(msgspec.Struct, tag=True, array_like=True):
+    """The engine cannot start."""
+
+    error: str
 
 
 class Results(msgspec.Struct, tag=True, array_like=True):
@@ -99,17 +104,12 @@ class LogLine(msgspec.Struct, tag=True, array_like=True):
     text: str
 
 
-class Stopped(msgspec.Struct, tag=True, array_like=True):
-    error: str = ""
-    """Why the engine cannot work, for example a setting that fails only at start. Empty after `Close`."""
-
-
 ToEngine = Configure | Submit | Cancel | AskStats | Close
-ToCaller = Started | Results | StatsReply | LogLine | Stopped
+ToCaller = Started | EngineFailure | Results | StatsReply | LogLine
 
 # -- frames: each message is msgpack behind its length ----------------------------------------------------------------
 
-_LENGTH = struct.Struct("!I")
+LENGTH = struct.Struct("!I")
 
 
 def _encode_secret(value: Any) -> Any:
@@ -140,7 +140,7 @@ def pack(message: ToEngine | ToCaller) -> bytes:
         else:
             raise
         body = _encoder.encode(message)
-    return _LENGTH.pack(len(body)) + body
+    return LENGTH.pack(len(body)) + body
 
 
 def _encodable(item: tuple[int, int, Verdict]) -> tuple[int, int, Verdict]:
@@ -177,13 +177,13 @@ class Pipe(asyncio.Protocol):
         buffer = self._buffer
         buffer += data
         start = 0
-        while len(buffer) - start >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(buffer, start)
-            end = start + _LENGTH.size + length
+        while len(buffer) - start >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(buffer, start)
+            end = start + LENGTH.size + length
             if len(buffer) < end:
                 break
             with memoryview(buffer) as view:
-                message = self._decoder.decode(view[start + _LENGTH.size : end])
+                message = self._decoder.decode(view[start + LENGTH.size : end])
             start = end
             self._take(message)
         del buffer[:start]
@@ -209,11 +209,31 @@ class Pipe(asyncio.Protocol):
             self._transport.close()
 
 
+def run_loop(main: Coroutine[Any, Any, None]) -> None:
+    """`asyncio.run` on uvloop where it is installed."""
+    factory = None
+    with contextlib.suppress(ImportError):
+        import uvloop
+
+        factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(main)
+
+
 # -- the caller's side ------------------------------------------------------------------------------------------------
+
+_spawning = threading.Lock()
+"""Held while a child is started, and by forks. A fork in between would hold both ends of the child's socket, and
+neither side would notice the other's death. (`subprocess` itself does not run fork hooks.)"""
+os.register_at_fork(before=_spawning.acquire, after_in_parent=_spawning.release, after_in_child=_spawning.release)
 
 
 class Link:
-    """A thread with an event loop that connects a tracker to its engine. Subclasses run the engine."""
+    """A thread with an event loop that connects a tracker to its engine.
+
+    `placement="process"`: the engine runs in a child process, `python -m freewheel.judge.service FD`.
+    `placement="thread"`: the engine runs in this thread. Cheaper, but starved by a process that is busy in Python.
+    """
 
     def __init__(self, config: JudgeConfig, tracker: RequestTracker) -> None:
         self._config = config
@@ -221,16 +241,22 @@ class Link:
         self._thread = threading.Thread(target=self._run, name="freewheel-judge", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event
-        self._is_up = False
-        """The engine takes messages."""
+        self._send: Callable[[ToEngine], None] | None = None
+        """Sends a message to the engine. None while it cannot take one."""
         self._ending = False
-        self._abandoned = False
         self._timer: asyncio.TimerHandle | None = None
+        self._child: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._pipe: Pipe | None = None
+
+    @property
+    def child_pid(self) -> int | None:
+        return self._child.pid if self._child is not None else None
 
     # -- from any thread ----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        self._tracker.attach(self.wake)
+        self._tracker.wake = self.wake
         self._thread.start()
 
     def wake(self) -> None:
@@ -240,20 +266,27 @@ class Link:
             with contextlib.suppress(RuntimeError):  # the loop has closed
                 loop.call_soon_threadsafe(self._pump)
 
-    def join(self, timeout_s: float) -> None:
-        """End the engine and the thread. An engine that does not end within `timeout_s` is killed, where possible."""
+    def end(self) -> None:
+        """End the engine, without waiting. The garbage collector calls this in any thread, so it takes no lock."""
         self._ending = True
         self.wake()
-        if self._thread.ident is not None and not wait_in_slices(self._has_ended_within, timeout_s):
-            self._kill(timeout_s)
 
-    def abandon(self) -> None:
-        """Nobody holds the judge any more. The garbage collector calls this in any thread, so it takes no lock."""
-        self._abandoned = True
-        self.wake()
+    def join(self, timeout_s: float) -> None:
+        """End the engine and the thread. A child process that does not end within `timeout_s` is killed."""
+        self.end()
+        if self._thread.ident is None or wait_in_slices(self._has_ended_within, timeout_s):
+            return
+        log.warning("the judge's %s did not close within %.3g s", self._config.placement, timeout_s)
+        if self._child is not None:
+            self._child.kill()
+            wait_in_slices(self._has_ended_within, KILLED_AFTER_S)
 
     def forget(self) -> None:
         """Release the parent's descriptors in a forked process. The thread does not exist there."""
+        if self._socket is not None:
+            self._socket.close()
+        if self._child is not None:
+            self._child.returncode = 0  # only the parent may wait for it
 
     def _has_ended_within(self, slice_s: float) -> bool:
         self._thread.join(slice_s)
@@ -265,20 +298,20 @@ class Link:
         # Ctrl-C belongs to the main thread. A child process inherits the mask, so its imports are not interrupted.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            self._run_loop()
+            # uvloop duplicates the descriptor of a socket that it is given, and `forget` could not close it.
+            (asyncio.run if self._config.placement == "process" else run_loop)(self._main())
         except Exception as error:  # noqa: BLE001  # logged there
             self._break_down(error)
-
-    def _run_loop(self) -> None:
-        with asyncio.Runner() as runner:
-            runner.run(self._main())
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         self._pump()
         try:
-            await self._run_engine()
+            if self._config.placement == "process":
+                await self._run_children()
+            elif not self._stop.is_set():
+                await self._run_service()
         finally:
             if self._timer is not None:
                 self._timer.cancel()
@@ -286,140 +319,75 @@ class Link:
     def _pump(self) -> None:
         """Exchange what there is to exchange, and arrange to be called at the next deadline."""
         try:
-            if self._abandoned and not self._ending:
-                self._ending = True
-                self._tracker.close("the judge was garbage-collected")
             if self._ending:
-                self._stop_once()
+                self._stop_engine()
                 return
-            while self._is_up and self._has_room() and (message := self._tracker.next()) is not None:
+            while self._send is not None and not (self._pipe is not None and self._pipe.is_full):
+                message = self._tracker.next()
+                if message is None:
+                    break
                 self._send(message)
             self._tracker.expire(time.monotonic())
             if self._timer is not None:
                 self._timer.cancel()
             deadline = self._tracker.next_deadline()
-            if deadline < float("inf"):
+            if deadline < math.inf:
                 left_s = max(0.0, deadline - time.monotonic())
                 self._timer = asyncio.get_running_loop().call_later(left_s, self._pump)
         except Exception as error:  # noqa: BLE001  # logged there
             self._break_down(error)
 
-    def _take(self, message: ToCaller) -> None:
-        """Handle a message from the engine."""
+    def _take(self, send: Callable[[ToEngine], None], message: ToCaller) -> None:
+        """Handle a message from the engine that takes messages through `send`."""
         if isinstance(message, Started):
-            self._is_up = True
-        elif isinstance(message, Stopped):
-            if message.error:
-                self._ending = True
-                self._tracker.break_down(message.error)
+            self._send = send
+            if self._stop.is_set():
+                send(Close())
+        elif isinstance(message, EngineFailure):
+            self._give_up(message.error)
         else:
             self._tracker.take(message)
         asyncio.get_running_loop().call_soon(self._pump)
 
-    def _stop_once(self) -> None:
-        if not self._stop.is_set():
-            self._stop.set()
-            self._stop_engine()
+    def _stop_engine(self) -> None:
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        if self._send is not None:
+            self._send(Close())
+        elif self._child is not None:
+            self._child.kill()  # it holds no request yet
+
+    def _give_up(self, why: str) -> None:
+        self._ending = True
+        self._tracker.break_down(why)
 
     def _break_down(self, error: Exception) -> None:
         log.exception("the judge's link broke")
-        self._ending = True
-        self._tracker.break_down(f"the judge's link broke: {type(error).__name__}: {error}")
+        self._give_up(f"the judge's link broke: {type(error).__name__}: {error}")
         with contextlib.suppress(Exception):  # it has never started, or its loop has ended
-            self._stop_once()
+            self._stop_engine()
 
-    def _is_ending(self) -> bool:
-        return self._ending
+    async def _run_service(self) -> None:
+        from freewheel.judge.service import Service  # imports aiohttp
 
-    # -- for subclasses -----------------------------------------------------------------------------------------------
+        service = Service(self._config, self._tracker.spent, lambda message: self._take(service.take, message))
+        await service.run()
 
-    async def _run_engine(self) -> None:
-        """Run engines until `_ending`."""
-        raise NotImplementedError
-
-    def _send(self, message: ToEngine) -> None:
-        raise NotImplementedError
-
-    def _has_room(self) -> bool:
-        return True
-
-    def _stop_engine(self) -> None:
-        raise NotImplementedError
-
-    def _kill(self, timeout_s: float) -> None:
-        raise NotImplementedError
-
-
-class ThreadLink(Link):
-    """`placement="thread"`: the engine runs in the link's own thread.
-
-    Cheaper than a process, and starved by a process that is busy in Python. The service measures that and warns.
-    """
-
-    _service: Service | None = None
-
-    def _run_loop(self) -> None:
-        from freewheel.judge.service import run_loop  # imports aiohttp
-
-        run_loop(self._main())
-
-    async def _run_engine(self) -> None:
-        from freewheel.judge.service import Service
-
-        self._service = Service(self._config, self._tracker.spent, self._take)
-        if self._ending:
-            return
-        await self._service.run()
-
-    def _send(self, message: ToEngine) -> None:
-        assert self._service is not None
-        self._service.take(message)
-
-    def _stop_engine(self) -> None:
-        if self._service is not None:
-            self._service.stop()
-
-    def _kill(self, timeout_s: float) -> None:
-        log.warning("the judge's thread did not close within %.3g s", timeout_s)
-
-
-_spawning = threading.Lock()
-"""Held while a child is started, and by forks. A fork in between would hold both ends of the child's socket, and
-neither side would notice the other's death. (`subprocess` itself does not run fork hooks.)"""
-os.register_at_fork(before=_spawning.acquire, after_in_parent=_spawning.release, after_in_child=_spawning.release)
-
-
-class ProcessLink(Link):
-    """`placement="process"`: the engine runs in a child process, `python -m freewheel.judge.service FD`."""
-
-    _child: subprocess.Popen[bytes] | None = None
-    _socket: socket.socket | None = None
-    _pipe: Pipe | None = None
-
-    @property
-    def child_pid(self) -> int | None:
-        return self._child.pid if self._child is not None else None
-
-    def forget(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-        if self._child is not None:
-            self._child.returncode = 0  # only the parent may wait for it
-
-    async def _run_engine(self) -> None:
+    async def _run_children(self) -> None:
         deaths: list[float] = []
-        while not self._is_ending():
+        while not self._stop.is_set():
             try:
                 code = await self._run_child()
             except OSError as error:
-                self._tracker.break_down(f"the judge's process could not be started: {error}")
+                self._give_up(f"the judge's process could not be started: {error}")
                 return
-            if self._is_ending():
+            if self._ending:
                 return
             now = time.monotonic()
             deaths = [at for at in deaths if at > now - RESTART_WINDOW_S] + [now]
             if len(deaths) > RESTARTS_ALLOWED:
-                self._tracker.break_down(
+                self._give_up(
                     f"the judge's process died {len(deaths)} times within {RESTART_WINDOW_S:.0f} s, "
                     f"last with exit code {code}; its last output is on stderr"
                 )
@@ -430,60 +398,33 @@ class ProcessLink(Link):
 
     async def _run_child(self) -> int | None:
         """Start a child and exchange messages with it until its socket ends. Returns its exit code."""
-        loop = asyncio.get_running_loop()
-        with self._spawn() as ours:
-            self._socket = ours
+        with self._spawn() as self._socket:
             try:
-                pipe = Pipe(CALLER_DECODER, self._take, self._pump)
-                await loop.create_connection(lambda: pipe, sock=ours)
+                pipe = Pipe(CALLER_DECODER, lambda message: self._take(pipe.send, message), self._pump)
+                await asyncio.get_running_loop().create_connection(lambda: pipe, sock=self._socket)
                 pipe.send(Configure(self._config, os.getpid(), self._tracker.spent))
                 self._pipe = pipe
                 await pipe.ended.wait()
             finally:
-                self._is_up, self._pipe, self._socket = False, None, None
+                self._send, self._pipe, self._socket = None, None, None
                 code = self._reap()
         return code
 
     def _spawn(self) -> socket.socket:
-        if not sys.executable:
-            raise OSError("this Python does not know its own executable; use placement='thread'")
         # The child searches for modules where this process does, so it finds a rubric's own parser.
         path = os.pathsep.join(entry or "." for entry in sys.path)
         with _spawning:
             ours, theirs = socket.socketpair()
             with theirs:
-                try:
-                    self._child = subprocess.Popen(
-                        [sys.executable, "-P", "-m", "freewheel.judge.service", str(theirs.fileno())],
-                        pass_fds=[theirs.fileno()],
-                        stdin=subprocess.DEVNULL,
-                        stdout=subprocess.DEVNULL,
-                        env={**os.environ, "PYTHONPATH": path},
-                    )
-                except BaseException:
-                    ours.close()
-                    raise
+                self._child = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "freewheel.judge.service", str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    env={**os.environ, "PYTHONPATH": path},
+                )
         ours.setblocking(False)
         return ours
-
-    def _send(self, message: ToEngine) -> None:
-        assert self._pipe is not None
-        self._pipe.send(message)
-
-    def _has_room(self) -> bool:
-        return self._pipe is not None and not self._pipe.is_full
-
-    def _stop_engine(self) -> None:
-        if self._is_up:
-            self._send(Close())
-        elif self._child is not None:
-            self._child.kill()  # it holds no request yet
-
-    def _kill(self, timeout_s: float) -> None:
-        if self._child is not None:
-            log.warning("the judge's process did not close within %.3g s; it is killed", timeout_s)
-            self._child.kill()
-            wait_in_slices(self._has_ended_within, KILLED_AFTER_S)
 
     def _reap(self) -> int | None:
         """Wait for a child that has closed its socket, or kill it. Returns its exit code."""

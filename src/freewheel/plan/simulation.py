@@ -39,8 +39,7 @@ import numpy as np
 from freewheel.data.group import Ticket
 from freewheel.judge.limiter import Limiter
 from freewheel.judge.limiter import Ticket as JudgeTicket
-from freewheel.judge.pacing import MINUTE_S, Pacer
-from freewheel.judge.retry import backoff_s
+from freewheel.judge.pacing import MINUTE_S, Pacer, backoff_s
 from freewheel.judge.testing.profile import ProcessorSharing
 from freewheel.plan.scene import (
     BUSY,

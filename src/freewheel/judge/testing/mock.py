@@ -39,7 +39,6 @@ from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
 from freewheel.errors import ConfigError
-from freewheel.judge.service import run_loop
 from freewheel.judge.testing.profile import (
     GARBAGE_BODY,
     HTML_BODY,
@@ -57,6 +56,7 @@ from freewheel.judge.testing.profile import (
     reply_text,
     usage,
 )
+from freewheel.judge.transport import run_loop
 from freewheel.judge.verdict import JudgeError
 from freewheel.utils.http import server_log
 from freewheel.utils.processes import end_with
