@@ -25,16 +25,16 @@ from freewheel.judge import (
     Skipped,
     row_files,
 )
-from freewheel.judge.row_files import Fields, FileOutput, Line, Lines, MalformedRowError, Replacement, RowFormat, Tally
+from freewheel.judge.row_files import Entry, Fields, FileOutput, Line, MalformedRowError, Replacement, RowFormat, Tally
 from freewheel.judge.scoring import (
     FIRST_FAILURES,
     OUTAGE_ROWS,
     CallsMeter,
     Progress,
     Ruling,
+    ScoringJob,
     StopRule,
     is_down,
-    open_job,
 )
 from freewheel.judge.testing import RunningJudge
 
@@ -73,19 +73,19 @@ def test_lines_do_not_depend_on_the_size_of_reads(texts: list[bytes], ends: bool
         expected.pop()
     with pytest.MonkeyPatch.context() as patch, descriptor(data) as fd:
         patch.setattr(row_files, "READ_BYTES", block)
-        found = [each for block in Lines(fd).blocks(first) for each in block]
+        found = [each for block in row_files.read_lines(fd, first) for each in block]
     assert [each.text for each in found] == expected[first - 1 :]
     assert [each.number for each in found] == list(range(first, len(expected) + 1))
     for each in found:
         assert data[each.start : each.end].removesuffix(b"\n") == each.text
-        assert each.complete == data[: each.end].endswith(b"\n")
+        assert each.is_complete == data[: each.end].endswith(b"\n")
 
 
 def test_a_line_that_is_too_long_is_marked_and_the_next_one_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_files, "READ_BYTES", 7)
     with descriptor(b"short\n" + b"x" * 100 + b"\nnext\n") as fd:
-        found = [each for block in Lines(fd, max_line_bytes=20).blocks() for each in block]
-    assert [(each.text, each.too_long) for each in found] == [(b"short", False), (b"", True), (b"next", False)]
+        found = [each for block in row_files.read_lines(fd, max_bytes=20) for each in block]
+    assert [(each.text, each.is_too_long) for each in found] == [(b"short", False), (b"", True), (b"next", False)]
     with pytest.raises(MalformedRowError, match="longer than"):
         rows_of().read(found[1])
 
@@ -102,7 +102,7 @@ def test_a_row_is_read_by_the_names_of_its_fields() -> None:
 
 def test_fields_that_are_passed_through_keep_their_bytes() -> None:
     text = b' {"response":"a" , "n": 1.50, "big": 98765432109876543210, "e": "\\u00e9" }\r'
-    row = rows_of().write(line(text), "k", OK)
+    row = rows_of().write(line(text), Entry.of(1, "k", OK))
     assert row.startswith(text.rstrip()[:-1])
     assert json.loads(row)["verdict"]["score"] == 5.0
 
@@ -118,14 +118,16 @@ def test_any_row_is_written_unchanged(fields: dict[str, Any]) -> None:
     text = json.dumps(given_row).encode()
     rows = rows_of()
     request = rows.read(line(text))
-    written = rows.write(line(text), rows.key(request), OK)
+    written = rows.write(line(text), Entry.of(1, rows.key(request), OK))
     verdict = json.loads(written).pop("verdict")
     assert {**json.loads(written), "verdict": None} == {**given_row, "verdict": None}
     assert rows.read_written(written).key == verdict["key"] == rows.key(request)
 
 
 def test_a_failed_row_has_no_score() -> None:
-    row = json.loads(rows_of().write(line(b'{"response":"a"}'), "k", Failed("deadline", 3, "why")))["verdict"]
+    row = json.loads(rows_of().write(line(b'{"response":"a"}'), Entry.of(1, "k", Failed("deadline", 3, "why"))))[
+        "verdict"
+    ]
     says = {"reason": "deadline", "detail": "why", "attempts": 3}
     assert row == {"line": 1, "status": "failed", "score": None, "key": "k", **says}
 
@@ -216,16 +218,16 @@ def test_a_judge_without_a_sign_of_life_is_down_before_its_breaker_opens() -> No
 def test_the_counts_of_a_tally_add_up() -> None:
     tally = Tally()
     for verdict in (OK, Scored(1.0, cached=True), Failed("deadline"), Skipped("why")):
-        tally.count(verdict, 7)
+        tally.count(Entry.of(7, "k", verdict))
     assert (tally.rows, tally.scored, tally.cached, tally.failed, tally.skipped) == (4, 2, 1, 1, 1)
     assert tally.reasons == {"deadline": 1}
 
 
 def test_a_tally_names_the_first_failure_even_of_an_earlier_run() -> None:
     tally, rows = Tally(), rows_of()
-    tally.count(OK, 1)
-    tally.count_written(rows.read_written(rows.write(line(b'{"response":"a"}', 2), "k", Failed("deadline", 3, "why"))))
-    tally.count(Failed("rejected", 1, "another"), 3)
+    earlier = rows.write(line(b'{"response":"a"}'), Entry.of(2, "k", Failed("deadline", 3, "why")))
+    for entry in (Entry.of(1, "k", OK), rows.read_written(earlier), Entry.of(3, "k", Failed("rejected", 1, "another"))):
+        tally.count(entry)
     assert tally.first_failure == "line 2: why"
 
 
@@ -275,11 +277,11 @@ def test_a_replacement_replaces_the_file_only_when_it_is_finished(tmp_path: Path
     output = FileOutput(tmp_path / "out")
     abandoned = Replacement(output)
     abandoned.append(b"new\n")
-    abandoned.abandon()
+    abandoned.finish(is_complete=False)
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("out", b"old\n")]
     finished = Replacement(output)
     finished.append(b"new\n")
-    finished.finish()
+    finished.finish(is_complete=True)
     output.close()
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("out", b"new\n")]
 
@@ -291,7 +293,7 @@ def test_a_replacement_of_a_link_replaces_its_target(tmp_path: Path) -> None:
     output = FileOutput(tmp_path / "out")
     replacement = Replacement(output)
     replacement.append(b"new\n")
-    replacement.finish()
+    replacement.finish(is_complete=True)
     output.close()
     assert (tmp_path / "out").is_symlink()
     assert [(path.name, path.read_bytes()) for path in (tmp_path / "elsewhere").iterdir()] == [("real", b"new\n")]
@@ -300,12 +302,12 @@ def test_a_replacement_of_a_link_replaces_its_target(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tail", [b"", b'{"resp', b"\x00\x00\x00"])
 def test_a_scan_finds_where_to_continue(tmp_path: Path, tail: bytes) -> None:
     rows = rows_of()
-    written = [rows.write(line(b'{"response":"a"}', n), f"k{n}", OK) for n in (1, 2, 4)]
+    written = [rows.write(line(b'{"response":"a"}'), Entry.of(n, f"k{n}", OK)) for n in (1, 2, 4)]
     (tmp_path / "out").write_bytes(b"".join(written) + tail)
     output = FileOutput(tmp_path / "out")
-    found = output.scan(rows)
+    output.scan(rows)
     output.close()
-    assert (found.last_line, found.last_key, found.tally.scored) == (4, "k4", 3)
+    assert (output.last_line, output.last_key, output.tally.scored) == (4, "k4", 3)
     assert (tmp_path / "out").read_bytes() == b"".join(written)
 
 
@@ -318,7 +320,7 @@ def test_a_job_reports_its_progress(tmp_path: Path, mock: Callable[..., RunningJ
     config = JudgeConfig(
         endpoint=mock(latency_s=0.05).base_url, model="m", placement="thread", concurrency="fixed:8"
     )  # fmt: skip
-    with open_job(str(source), str(tmp_path / "out"), config, on_progress=told.append) as job:
+    with ScoringJob(str(source), str(tmp_path / "out"), config, on_progress=told.append) as job:
         summary = job.run()
     assert summary.tally.scored == 200 and summary.stopped is None
     assert told and told[-1].bytes_total == source.stat().st_size
@@ -332,10 +334,10 @@ def test_a_stopped_retry_leaves_the_output_unchanged(tmp_path: Path, mock: Calla
     source.write_text("".join(json.dumps({"response": f"row {n}"}) + "\n" for n in range(5)))
     judge = mock(scores={"row 2": "no idea"}, api_key="right")
     config = {"endpoint": judge.base_url, "model": "m", "placement": "thread"}
-    with open_job(str(source), str(target), JudgeConfig(**config, api_key="right")) as job:
+    with ScoringJob(str(source), str(target), JudgeConfig(**config, api_key="right")) as job:
         assert job.run().tally.failed == 1
     before = target.read_bytes()
-    with open_job(str(source), str(target), JudgeConfig(**config, api_key="wrong"), retry_failed=True) as job:
+    with ScoringJob(str(source), str(target), JudgeConfig(**config, api_key="wrong"), retry_failed=True) as job:
         stopped = job.run().stopped
     assert stopped is not None and stopped.reason == "auth"
     assert target.read_bytes() == before
@@ -346,9 +348,9 @@ def test_a_retry_reads_a_repaired_line_again(tmp_path: Path, mock: Callable[...,
     source, target = tmp_path / "in", tmp_path / "out"
     source.write_text('{"response": "a"}\noops\n{"response": "c"}\n')
     config = JudgeConfig(endpoint=mock().base_url, model="m", placement="thread")
-    with open_job(str(source), str(target), config) as job:
+    with ScoringJob(str(source), str(target), config) as job:
         assert job.run().tally.malformed == 1
     source.write_text('{"response": "a"}\n{"response": "b"}\n{"response": "c"}\n{"response": "d"}\n')
-    with open_job(str(source), str(target), config, retry_failed=True) as job:
+    with ScoringJob(str(source), str(target), config, retry_failed=True) as job:
         assert job.run().tally.scored == 4
     assert [json.loads(row)["response"] for row in target.read_text().splitlines()] == ["a", "b", "c", "d"]

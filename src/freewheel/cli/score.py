@@ -85,7 +85,7 @@ def score(
     from freewheel.cli.console import ExitCode, log_to, mute_stdout, plain_errors, print_json, say
     from freewheel.errors import ConfigError
     from freewheel.judge.row_files import Fields
-    from freewheel.judge.scoring import open_job
+    from freewheel.judge.scoring import ScoringJob
 
     names = {
         "response": response_field, "prompt": prompt_field, "reference": reference_field, "skip": skip_field,
@@ -106,7 +106,7 @@ def score(
         reporter = stack.enter_context(make_reporter(quiet=quiet, rows_on_stdout=target == "-"))
         stack.enter_context(log_to(reporter.say))
         job = stack.enter_context(
-            open_job(
+            ScoringJob(
                 source, target, settings, fields=fields, overwrite=overwrite, retry_failed=retry_failed,
                 on_progress=reporter.show, on_malformed=report_malformed,
             )
