@@ -260,24 +260,22 @@ def plan_of(*, gpus: int = 0, **sections: Any) -> Plan:
     return resolve(to_config(sections), machine, model=model)
 
 
-def test_what_a_run_asks_of_its_machine_follows_from_its_plan() -> None:
+def test_the_needs_of_a_run_follow_from_its_plan() -> None:
     plan = plan_of(rollout={"replicas": 2, "threads": 2})
-    needs = doctor_run.run_needs(plan)
-    assert (needs.actors, needs.threads, needs.connections) == (5, 5, 0)
-    assert needs.memory_bytes == sum(plan.memory_trainer.values()) + 2 * sum(plan.memory_replica.values())
-    assert doctor_run.weights_bytes(plan) == 4 * GIB
-    kept = plan.config.trainer.keep_last + 1
-    assert doctor_run.checkpoint_bytes(plan) == kept * (4 + 8 + 4) * GIB + 2 * 4 * GIB
-    on_gpu = plan_of(gpus=1)
-    assert doctor_run.run_needs(on_gpu).memory_bytes == 0 and doctor_run.weights_bytes(on_gpu) == 0, "within the GPU"
-    together = sum(on_gpu.memory_trainer.values()) + sum(on_gpu.memory_replica.values())
-    assert doctor_run.gpu_bytes(on_gpu) == together and doctor_run.gpu_bytes(plan) == 0
-    apart = plan_of(gpus=2, rollout={"engine": "vllm"})
-    assert doctor_run.gpu_bytes(apart) == int(0.9 * 140 * GIB), "vLLM takes its share whole"
-    assert doctor_run.run_needs(None) == machine.Needs() and doctor_run.checkpoint_bytes(None) == 0
-    joined = plan_of(gpus=1, ray={"address": "10.0.0.5:6379"}, trainer={"device": "cpu"})
-    assert doctor_run.gpu_bytes(joined) == 0, "its actors are where the cluster has room"
-    assert (doctor_run.run_needs(joined).actors, doctor_run.run_needs(joined).memory_bytes) == (0, 0)
+    memory = sum(plan.memory_trainer.values()) + 2 * sum(plan.memory_replica.values())
+    checkpoints = (plan.config.trainer.keep_last + 1) * (4 + 8 + 4) * GIB + 2 * 4 * GIB
+    assert doctor_run.run_needs(plan) == machine.Needs(
+        actors=5, threads=5, memory_bytes=memory, weights_bytes=4 * GIB, checkpoint_bytes=checkpoints
+    )
+    assert doctor_run.run_needs(None) == machine.Needs()
+    shared = plan_of(gpus=1)
+    together = sum(shared.memory_trainer.values()) + sum(shared.memory_replica.values())
+    needs = doctor_run.run_needs(shared)
+    assert (needs.memory_bytes, needs.weights_bytes, needs.gpu_bytes) == (0, 0, together), "within the GPU"
+    apart = doctor_run.run_needs(plan_of(gpus=2, rollout={"engine": "vllm"}))
+    assert apart.gpu_bytes == int(0.9 * 140 * GIB), "vLLM takes its whole share"
+    joined = doctor_run.run_needs(plan_of(gpus=1, ray={"address": "10.0.0.5:6379"}, trainer={"device": "cpu"}))
+    assert (joined.actors, joined.memory_bytes, joined.threads, joined.gpu_bytes) == (0, 0, 0, 0), "in the cluster"
 
 
 def test_a_judges_connections_are_bounded_by_what_was_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,12 @@ class Needs:
     """Host memory of models and their optimizer state."""
     threads: int = 2
     """Threads that compute."""
+    gpu_bytes: int = 0
+    """Memory of one GPU, by the plan's estimate; 0 if it needs none here or it is unknown."""
+    weights_bytes: int = 0
+    """A version of the weights in shared memory; 0 if it takes another path or is unknown."""
+    checkpoint_bytes: int = 0
+    """The most that checkpoints take: those kept, the one being written, `best` and `final`."""
 
 
 def read_host() -> Host:

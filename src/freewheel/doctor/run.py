@@ -1,7 +1,7 @@
 """Checks one run against this machine: its configuration, and what that needs of memory, disks and limits.
 
     overrides ─▶ read_run: TrainConfig, Plan ─▶ Finding, …      what a run would refuse at its start
-    Plan ─▶ run_needs, weights_bytes, checkpoint_bytes ─▶ judged by `machine`
+    Plan ─▶ run_needs ─▶ judged by `machine`
     list_checks: the checks of `freewheel doctor`; find_concerns: what `freewheel train --dry-run` lists
 
 Every setting that `freewheel train` would refuse is found, not only the first: a refused setting is reported, left out,
@@ -72,7 +72,7 @@ def list_checks(
     yield Check(what="torch", look=lambda: software.torch(driver), limit_s=software.TORCH_S + 10)
     yield Check(what=WHAT, look=read, limit_s=READ_S)
     if driver is not None:
-        yield Check(what="GPU", look=partial(machine.check_gpus, driver, needed_bytes=gpu_bytes(run.plan)))
+        yield Check(what="GPU", look=partial(machine.check_gpus, driver, needed_bytes=run_needs(run.plan).gpu_bytes))
     address = None if run.config is None else run.config.ray.address
     yield Check(what="vLLM", look=lambda: software.vllm(wanted=run.wants_vllm))
     yield Check(what="Ray", look=lambda: software.ray(address, os.environ), limit_s=RAY_S)
@@ -85,8 +85,8 @@ def list_checks(
 
 def find_concerns(plan: Plan) -> list[Finding]:
     """Return the findings about this run that need no call, no measurement and no wait."""
-    checks = [Check(what=judge.WHAT, look=lambda: named_judge(plan.config)[1])]
-    if needed := gpu_bytes(plan):
+    checks = [Check(what=judge.WHAT, look=lambda: judge.of_run(plan.config.reward.judge)[1])]
+    if needed := run_needs(plan).gpu_bytes:
         look = partial(machine.check_gpus, needed_bytes=needed)
         checks.append(Check(what="GPU", look=lambda: look(machine.read_driver()), limit_s=machine.SMI_S + 10))
     checks += _list_needs(plan.config, plan, timed=False)
@@ -94,15 +94,15 @@ def find_concerns(plan: Plan) -> list[Finding]:
 
 
 def _list_needs(config: TrainConfig | None, plan: Plan | None, *, timed: bool = True) -> Iterator[Check]:
-    weights, checkpoints = weights_bytes(plan), checkpoint_bytes(plan)
+    needs = run_needs(plan)
     folder = (config.run_dir if config is not None else None) or RUNS
-    disk = partial(machine.check_run_folder, folder, needed_bytes=checkpoints, timed=timed)
-    yield Check(what="shared memory", look=partial(machine.check_shared_memory, needed_bytes=weights))
+    disk = partial(machine.check_run_folder, folder, needed_bytes=needs.checkpoint_bytes, timed=timed)
+    yield Check(what="shared memory", look=partial(machine.check_shared_memory, needed_bytes=needs.weights_bytes))
     yield Check(what="run directory", look=disk)
     if config is not None:
         yield Check(what="run directory", look=partial(check_existing_run, config))
         yield Check(what="port", look=partial(check_ports, config))
-    yield Check(what="limits", look=lambda: machine.check_limits(machine.read_host(), run_needs(plan)))
+    yield Check(what="limits", look=lambda: machine.check_limits(machine.read_host(), needs))
 
 
 def _check_memory_and_cpus(plan: Plan | None) -> Iterator[Finding]:
@@ -113,17 +113,13 @@ def _check_memory_and_cpus(plan: Plan | None) -> Iterator[Finding]:
 
 
 def list_judges(config: TrainConfig | None, judges: Sequence[JudgeConfig]) -> Iterator[Check]:
-    named, findings = (None, []) if config is None else named_judge(config)
+    named, findings = judge.of_run(None if config is None else config.reward.judge)
     yield Check(what=judge.WHAT, look=lambda: findings)
     wanted = [(named, "reward.judge.model_name")] if named is not None else []
     for asked, model_key in [*wanted, *((one, "--judge-model") for one in judges)]:
         for endpoint in asked.endpoints:
             look = partial(judge.ask, asked, endpoint, model_key=model_key)
             yield Check(what=f"{judge.WHAT} {endpoint.url}", look=look, limit_s=JUDGE_S)
-
-
-def named_judge(config: TrainConfig) -> tuple[JudgeConfig | None, list[Finding]]:
-    return judge.of_run(config.reward.judge)
 
 
 def check_ports(config: TrainConfig) -> Iterator[Finding]:
@@ -166,11 +162,19 @@ def run_needs(plan: Plan | None) -> machine.Needs:
     """Return what the run needs of the machine. None: the smallest run. In a cluster, actors run elsewhere."""
     if plan is None:
         return machine.Needs()
-    at_once = max(judge_connections(plan), plan.slots if plan.config.rollout.urls else 0)
-    if plan.config.ray.address is not None:
-        return machine.Needs(connections=at_once, actors=0, threads=0)
+    is_here = plan.config.ray.address is None
+    weights, checkpoints = plan.sync_bytes or 0, 0
+    if weights:  # else the model's size is unknown
+        state = plan.world_size * sum(plan.memory_trainer.get(part, 0) for part in ("weights", "optimizer", "critic"))
+        checkpoints = (plan.config.trainer.keep_last + 1) * (state + weights) + EXTRA_FOLDERS * weights
     return machine.Needs(
-        connections=at_once, actors=plan.actor_count, memory_bytes=plan.cpu_bytes, threads=plan.busy_threads
+        connections=max(judge_connections(plan), plan.slots if plan.config.rollout.urls else 0),
+        actors=plan.actor_count if is_here else 0,
+        memory_bytes=plan.cpu_bytes if is_here else 0,
+        threads=plan.busy_threads if is_here else 0,
+        gpu_bytes=plan.gpu_bytes if is_here else 0,
+        weights_bytes=weights if plan.transport == "object_store" else 0,
+        checkpoint_bytes=checkpoints,
     )
 
 
@@ -181,30 +185,6 @@ def judge_connections(plan: Plan) -> int:
         return 0
     bounds = [bound for bound in parse_concurrency(found.concurrency) if bound is not None]
     return min([plan.config.reward.concurrency, *bounds])
-
-
-def gpu_bytes(plan: Plan | None) -> int:
-    """Return what the run needs of one GPU, by the plan's estimate; 0 if it needs none here or it is unknown."""
-    if plan is None or plan.config.ray.address is not None:
-        return 0
-    return plan.gpu_bytes
-
-
-def weights_bytes(plan: Plan | None) -> int:
-    """Return the size of a version of the weights in shared memory; 0 if it takes another path or is unknown."""
-    if plan is None or plan.sync_bytes is None or plan.transport != "object_store":
-        return 0
-    return plan.sync_bytes
-
-
-def checkpoint_bytes(plan: Plan | None) -> int:
-    """Return the most that a run's checkpoints take: those kept, the one being written, `best` and `final`."""
-    if plan is None or plan.sync_bytes is None:
-        return 0
-    parts = ("weights", "optimizer", "critic")
-    state = plan.world_size * sum(plan.memory_trainer.get(part, 0) for part in parts)
-    kept = plan.config.trainer.keep_last + 1
-    return kept * (state + plan.sync_bytes) + EXTRA_FOLDERS * plan.sync_bytes
 
 
 # -- the configuration ------------------------------------------------------------------------------------------------
