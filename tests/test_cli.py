@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import os
 import signal
 import socket
@@ -21,7 +22,7 @@ import pytest
 import typer
 
 import freewheel
-from freewheel.cli.console import plain_errors
+from freewheel.cli.console import REPEAT_S, log_to, plain_errors
 from freewheel.cli.flags import judge_from_flags
 from freewheel.cli.servers import mock_judge, profile_from_flags
 from freewheel.errors import ConfigError
@@ -594,3 +595,18 @@ def test_a_file_that_may_not_be_read_is_one_line_and_no_traceback(
     with pytest.raises(typer.Exit) as ended, plain_errors():
         raise ConfigError("key", 1, "cannot work")
     assert ended.value.exit_code == 2 and capsys.readouterr().err == "freewheel: error: key = 1: cannot work\n"
+
+
+def test_a_repeated_log_line_is_written_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    now_s = 100.0
+    monkeypatch.setattr("freewheel.cli.console.time.monotonic", lambda: now_s)
+    log = logging.getLogger("freewheel.judge")
+    with log_to(lines.append):
+        log.warning("a key is refused")
+        log.warning("a key is refused")
+        log.info("not shown")
+        log.warning("another")
+        now_s += REPEAT_S
+        log.warning("a key is refused")
+    assert lines == ["WARNING: a key is refused", "WARNING: another", "WARNING: a key is refused"]

@@ -7,10 +7,11 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from freewheel.errors import ConfigError
@@ -23,6 +24,7 @@ from freewheel.judge import (
     JudgeStats,
     Scored,
     Skipped,
+    Verdict,
     row_files,
 )
 from freewheel.judge.row_files import Entry, Fields, FileOutput, Line, MalformedRowError, Replacement, RowFormat, Tally
@@ -112,6 +114,7 @@ VALUES = TEXTS | st.none() | st.floats(allow_nan=False, allow_infinity=False)
 
 
 @given(st.dictionaries(TEXTS, VALUES))
+@example({"\ud800": None})
 def test_any_row_is_written_unchanged(fields: dict[str, Any]) -> None:
     fields = {key: value for key, value in fields.items() if key not in ("prompt", "reference", "skip", "verdict")}
     given_row = {**fields, "response": "r"}
@@ -303,6 +306,12 @@ def test_a_replacement_of_a_link_replaces_its_target(tmp_path: Path) -> None:
 def test_a_scan_finds_where_to_continue(tmp_path: Path, tail: bytes) -> None:
     rows = rows_of()
     written = [rows.write(line(b'{"response":"a"}'), Entry.of(n, f"k{n}", OK)) for n in (1, 2, 4)]
+    (tmp_path / "out").write_bytes(b"".join([*written, written[-1]]))
+    with (
+        pytest.raises(ConfigError, match="its line 4 is no row"),
+        contextlib.closing(FileOutput(tmp_path / "out")) as output,
+    ):
+        output.scan(rows)
     (tmp_path / "out").write_bytes(b"".join(written) + tail)
     output = FileOutput(tmp_path / "out")
     output.scan(rows)
@@ -342,6 +351,55 @@ def test_a_stopped_retry_leaves_the_output_unchanged(tmp_path: Path, mock: Calla
     assert stopped is not None and stopped.reason == "auth"
     assert target.read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["in", "out"]
+
+
+class Verdicts:
+    """A judge that gives these verdicts, and is up or down."""
+
+    def __init__(self, verdicts: list[Verdict], *, down: bool = False) -> None:
+        endpoint = EndpointStats(url="a", model="m", sent=1, answered=1, halted="401" if down else "")
+        self._verdicts, self._stats = iter(verdicts), JudgeStats(endpoints=[endpoint])
+
+    def __enter__(self) -> Verdicts:
+        return self
+
+    def __exit__(self, *exc: object) -> None: ...
+
+    def close(self) -> None: ...
+
+    def stats(self) -> JudgeStats:
+        return self._stats
+
+    def submit(self, requests: list[JudgeRequest], deadline_s: float | None) -> Any:
+        verdicts = [next(self._verdicts) for _ in requests]
+        return SimpleNamespace(wait=lambda timeout_s: True, result=lambda: verdicts, cancel=lambda: None)
+
+
+GONE = Failed("unavailable", 3, "no answer")
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "down", "statuses", "reason"),
+    [
+        ([OK, GONE, OK], False, ["scored", "failed", "scored"], None),
+        ([OK, OK, GONE], False, ["scored", "scored", "failed"], None),
+        ([OK, OK, GONE], True, ["scored", "scored"], "unavailable"),
+        ([OK, Failed("auth"), OK], False, ["scored"], "auth"),
+        ([Skipped("why"), Failed("rejected"), OK], False, ["skipped", "failed", "scored"], None),
+    ],
+)
+def test_a_job_writes_the_rows_that_are_decided_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verdicts: list[Verdict], down: bool, statuses: list[str],
+    reason: str | None,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("freewheel.judge.scoring.Judge", lambda config: Verdicts(verdicts, down=down))
+    source, target = tmp_path / "in", tmp_path / "out"
+    source.write_text('{"response": "a"}\n{"response": "b"}\n{"response": "c"}\n')
+    with ScoringJob(str(source), str(target), CONFIG) as job:
+        summary = job.run()
+    assert [json.loads(row)["verdict"]["status"] for row in target.read_text().splitlines()] == statuses
+    assert (summary.stopped.reason if summary.stopped else None) == reason
+    assert summary.stopped is None or summary.stopped.next_line == len(statuses) + 1
 
 
 def test_a_retry_reads_a_repaired_line_again(tmp_path: Path, mock: Callable[..., RunningJudge]) -> None:

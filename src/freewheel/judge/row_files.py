@@ -234,7 +234,11 @@ def _decode(decoder: msgspec.json.Decoder[Any], text: bytes) -> Any:
         # msgspec refuses lone surrogates, which models emit and Python's json writes.
         if b"\\ud" not in text and b"\\uD" not in text:
             raise
-    return msgspec.convert(json.loads(text), decoder.type)
+    plain = json.loads(text)
+    if isinstance(plain, dict):  # msgspec refuses lone surrogates in unknown keys too
+        known = [field.encode_name for field in msgspec.structs.fields(decoder.type)]
+        plain = {name: plain[name] for name in known if name in plain}
+    return msgspec.convert(plain, decoder.type)
 
 
 # -- totals -----------------------------------------------------------------------------------------------------------
