@@ -354,11 +354,10 @@ def test_a_stopped_retry_leaves_the_output_unchanged(tmp_path: Path, mock: Calla
 
 
 class Verdicts:
-    """A judge that gives these verdicts, and is up or down."""
+    """A judge that gives these verdicts, and is down from this query of its stats on."""
 
-    def __init__(self, verdicts: list[Verdict], *, down: bool = False) -> None:
-        endpoint = EndpointStats(url="a", model="m", sent=1, answered=1, halted="401" if down else "")
-        self._verdicts, self._stats = iter(verdicts), JudgeStats(endpoints=[endpoint])
+    def __init__(self, verdicts: list[Verdict], down_from: int) -> None:
+        self._verdicts, self._down_from, self._queries = iter(verdicts), down_from, 0
 
     def __enter__(self) -> Verdicts:
         return self
@@ -368,7 +367,9 @@ class Verdicts:
     def close(self) -> None: ...
 
     def stats(self) -> JudgeStats:
-        return self._stats
+        halted = "401" if self._queries >= self._down_from else ""
+        self._queries += 1
+        return JudgeStats(endpoints=[EndpointStats(url="a", model="m", sent=1, answered=1, halted=halted)])
 
     def submit(self, requests: list[JudgeRequest], deadline_s: float | None) -> Any:
         verdicts = [next(self._verdicts) for _ in requests]
@@ -379,20 +380,21 @@ GONE = Failed("unavailable", 3, "no answer")
 
 
 @pytest.mark.parametrize(
-    ("verdicts", "down", "statuses", "reason"),
+    ("verdicts", "down_from", "statuses", "reason"),
     [
-        ([OK, GONE, OK], False, ["scored", "failed", "scored"], None),
-        ([OK, OK, GONE], False, ["scored", "scored", "failed"], None),
-        ([OK, OK, GONE], True, ["scored", "scored"], "unavailable"),
-        ([OK, Failed("auth"), OK], False, ["scored"], "auth"),
-        ([Skipped("why"), Failed("rejected"), OK], False, ["skipped", "failed", "scored"], None),
+        ([OK, GONE, OK], 99, ["scored", "failed", "scored"], None),
+        ([OK, OK, GONE], 99, ["scored", "scored", "failed"], None),
+        ([OK, GONE, OK], 0, ["scored"], "unavailable"),
+        ([OK, OK, GONE], 1, ["scored", "scored"], "unavailable"),
+        ([OK, Failed("auth"), OK], 99, ["scored"], "auth"),
+        ([Skipped("why"), Failed("rejected"), OK], 99, ["skipped", "failed", "scored"], None),
     ],
 )
 def test_a_job_writes_the_rows_that_are_decided_and_no_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verdicts: list[Verdict], down: bool, statuses: list[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verdicts: list[Verdict], down_from: int, statuses: list[str],
     reason: str | None,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("freewheel.judge.scoring.Judge", lambda config: Verdicts(verdicts, down=down))
+    monkeypatch.setattr("freewheel.judge.scoring.Judge", lambda config: Verdicts(verdicts, down_from))
     source, target = tmp_path / "in", tmp_path / "out"
     source.write_text('{"response": "a"}\n{"response": "b"}\n{"response": "c"}\n')
     with ScoringJob(str(source), str(target), CONFIG) as job:
