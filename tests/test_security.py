@@ -52,7 +52,11 @@ UNPICKLES = {
 }  # fmt: skip
 """Calls that can run what a file or a socket says, by module and name."""
 ALLOWED = {
-    ("rollout/reward_workers.py", "_serve", "pickle.load"): "the child's end of a socket that its parent made and holds",
+    (
+        "rollout/reward_workers.py",
+        "_serve",
+        "pickle.load",
+    ): "the child's end of a socket that its parent made",
     ("rollout/reward_workers.py", "_exchange", "pickle.loads"): "the parent's end of that socket",
     ("integrations/verl/settings.py", "_check_key_travels", "pickle.loads"): "of what was pickled in the same line",
     ("integrations/trl.py", "__getstate__", "pickle.loads"): "of what was pickled in the same line",

@@ -1,4 +1,4 @@
-"""A judge that cannot be asked says why: one call through the real client, against a real server on loopback."""
+"""The doctor's check of a judge: one call through the real client, against a real server on loopback."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from freewheel.cli.doctor import _of_judges
 from freewheel.doctor import judge as judging
-from freewheel.doctor.run import Run
+from freewheel.doctor.run import list_judges
 from freewheel.errors import ConfigError
 from freewheel.judge.config import Endpoint, JudgeConfig
 from freewheel.judge.testing import JudgeProfile, MockJudge
-from freewheel.utils.findings import Finding, State, ok, run_checks
+from freewheel.utils.findings import Finding, State, run_checks
 
 KEY = "sk-of-the-tests-0123456789"
 
@@ -37,6 +36,7 @@ def test_a_judge_that_answers_is_well_and_was_asked_once() -> None:
     [
         ({"api_key": KEY}, State.PROBLEM, "it refuses the key: ", "export OPENAI_API_KEY=YOUR_KEY"),
         ({"model": "judge-7b"}, State.PROBLEM, "there is no such model or path: ", "--judge-model judge-7b"),
+        ({"model": "judge-7b"}, State.PROBLEM, "; it has judge-7b", "--judge-model judge-7b"),
         ({"reject_above": 0}, State.WARNING, "it asks for patience, for 1 s: ", judging.LATER),
         ({"insufficient_quota": True}, State.PROBLEM, "its account is empty: ", ""),
         ({"garbage_share": 1.0}, State.PROBLEM, "no chat-completions server: ", "curl -v "),
@@ -69,11 +69,6 @@ def test_a_key_that_is_refused_is_named_by_where_it_came_from_and_never_shown(mo
     assert asked(JudgeProfile(api_key=KEY), api_key_env="MY_KEY")[0].state is State.OK
 
 
-def test_a_model_that_is_not_there_is_told_with_those_that_are() -> None:
-    found, _ = asked(JudgeProfile(model="judge-7b"), model="judge-70b")
-    assert "judge-70b" in found.detail and "; it has judge-7b" in found.detail
-
-
 def test_a_judge_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judging, "CALL_S", 0.3)
     found, _ = asked(JudgeProfile(hang_share=1.0))
@@ -90,49 +85,47 @@ def test_where_nobody_listens_nobody_answers() -> None:
     assert found.remedy == f"curl -v {url}/chat/completions"
 
 
-def test_each_endpoint_is_asked() -> None:
-    with MockJudge(JudgeProfile()).in_thread() as well, MockJudge(JudgeProfile(api_key=KEY)).in_thread() as locked:
-        endpoints = [{"url": well.base_url}, {"url": locked.base_url}]
-        config = JudgeConfig(endpoint=endpoints, model="any", cache=False)  # type: ignore[arg-type]
-        found = run_checks(_of_judges(Run(), [config]))
-    assert [one.state for one in found] == [State.OK, State.PROBLEM]
+def test_each_endpoint_is_asked_whatever_happens_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = judging.ask
 
-
-def test_an_endpoint_that_cannot_be_looked_at_takes_no_other_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def breaks(config: JudgeConfig, endpoint: Endpoint, model_key: str) -> Finding:
+    def break_once(config: JudgeConfig, endpoint: Endpoint, *, model_key: str) -> list[Finding]:
         if "broken" in endpoint.url:
             raise RuntimeError("odd")
-        return ok("judge", endpoint.url)
+        return ask(config, endpoint, model_key=model_key)
 
-    monkeypatch.setattr(judging, "_asked", breaks)
-    endpoints = [{"url": "http://broken.invalid/v1"}, {"url": "http://well.invalid/v1"}]
-    config = JudgeConfig(endpoint=endpoints, model="any", cache=False)  # type: ignore[arg-type]
-    broken, well = run_checks(_of_judges(Run(), [config]))
-    assert broken.state is State.PROBLEM and "http://broken.invalid/v1" in broken.what
-    assert well.state is State.OK
+    monkeypatch.setattr(judging, "ask", break_once)
+    with MockJudge(JudgeProfile()).in_thread() as well, MockJudge(JudgeProfile(api_key=KEY)).in_thread() as locked:
+        endpoints = [{"url": url} for url in ("http://broken.invalid/v1", well.base_url, locked.base_url)]
+        config = JudgeConfig(endpoint=endpoints, model="any", cache=False)  # type: ignore[arg-type]
+        found = run_checks(list_judges(None, [config]))
+    assert [one.state for one in found] == [State.PROBLEM, State.OK, State.PROBLEM]
+    assert "http://broken.invalid/v1" in found[0].what
 
 
 # -- the run's own ----------------------------------------------------------------------------------------------------
 
-
-def test_a_run_without_a_judge_has_none_to_ask() -> None:
-    assert judging.of_run(None) == (None, [])
+SETTINGS = {"api_endpoint": "http://127.0.0.1:1/v1", "model_name": "m"}
 
 
-def test_a_judge_without_a_key_is_off_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {"api_endpoint": "http://127.0.0.1:1/v1", "model_name": "m"}
-    named, (found,) = judging.of_run(settings)
-    assert named is None and found.state is State.WARNING and found.remedy == "export OPENAI_API_KEY=YOUR_KEY"
-    monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    named, found_none = judging.of_run(settings)
-    assert named is not None and not found_none and named.model == "m"
-    assert judging.of_run({**settings, "enable_openai_reward": False})[1][0].state is State.OK
-
-
-def test_the_endpoint_that_nobody_named_gets_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    named, (found,) = judging.of_run({"peak_ratio": 0.2})
-    assert named is None and found.state is State.OK
+@pytest.mark.parametrize(
+    ("settings", "key", "states"),
+    [
+        (None, KEY, []),
+        (SETTINGS, "", ["warning"]),
+        (SETTINGS, KEY, []),
+        ({**SETTINGS, "enable_openai_reward": False}, KEY, ["ok"]),
+        ({"peak_ratio": 0.2}, KEY, ["ok"]),  # a key never goes to an endpoint that nobody named
+    ],
+)
+def test_the_judge_of_a_run_needs_an_endpoint_and_a_key(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any] | None, key: str, states: list[str]
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    named, found = judging.of_run(settings)
+    assert [one.state for one in found] == states
+    assert (named is not None and named.model == "m") == (settings is SETTINGS and bool(key))
+    if states == ["warning"]:
+        assert found[0].remedy == "export OPENAI_API_KEY=YOUR_KEY"
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,11 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from freewheel.errors import ConfigError
@@ -23,18 +24,19 @@ from freewheel.judge import (
     JudgeStats,
     Scored,
     Skipped,
+    Verdict,
     row_files,
 )
-from freewheel.judge.row_files import Fields, FileOutput, Line, Lines, MalformedRowError, Replacement, RowFormat, Tally
+from freewheel.judge.row_files import Entry, Fields, FileOutput, Line, MalformedRowError, Replacement, RowFormat, Tally
 from freewheel.judge.scoring import (
     FIRST_FAILURES,
     OUTAGE_ROWS,
     CallsMeter,
     Progress,
     Ruling,
+    ScoringJob,
     StopRule,
     is_down,
-    open_job,
 )
 from freewheel.judge.testing import RunningJudge
 
@@ -73,19 +75,19 @@ def test_lines_do_not_depend_on_the_size_of_reads(texts: list[bytes], ends: bool
         expected.pop()
     with pytest.MonkeyPatch.context() as patch, descriptor(data) as fd:
         patch.setattr(row_files, "READ_BYTES", block)
-        found = [each for block in Lines(fd).blocks(first) for each in block]
+        found = [each for block in row_files.read_lines(fd, first) for each in block]
     assert [each.text for each in found] == expected[first - 1 :]
     assert [each.number for each in found] == list(range(first, len(expected) + 1))
     for each in found:
         assert data[each.start : each.end].removesuffix(b"\n") == each.text
-        assert each.complete == data[: each.end].endswith(b"\n")
+        assert each.is_complete == data[: each.end].endswith(b"\n")
 
 
 def test_a_line_that_is_too_long_is_marked_and_the_next_one_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_files, "READ_BYTES", 7)
     with descriptor(b"short\n" + b"x" * 100 + b"\nnext\n") as fd:
-        found = [each for block in Lines(fd, max_line_bytes=20).blocks() for each in block]
-    assert [(each.text, each.too_long) for each in found] == [(b"short", False), (b"", True), (b"next", False)]
+        found = [each for block in row_files.read_lines(fd, max_bytes=20) for each in block]
+    assert [(each.text, each.is_too_long) for each in found] == [(b"short", False), (b"", True), (b"next", False)]
     with pytest.raises(MalformedRowError, match="longer than"):
         rows_of().read(found[1])
 
@@ -102,7 +104,7 @@ def test_a_row_is_read_by_the_names_of_its_fields() -> None:
 
 def test_fields_that_are_passed_through_keep_their_bytes() -> None:
     text = b' {"response":"a" , "n": 1.50, "big": 98765432109876543210, "e": "\\u00e9" }\r'
-    row = rows_of().write(line(text), "k", OK)
+    row = rows_of().write(line(text), Entry.of(1, "k", OK))
     assert row.startswith(text.rstrip()[:-1])
     assert json.loads(row)["verdict"]["score"] == 5.0
 
@@ -112,20 +114,23 @@ VALUES = TEXTS | st.none() | st.floats(allow_nan=False, allow_infinity=False)
 
 
 @given(st.dictionaries(TEXTS, VALUES))
+@example({"\ud800": None})
 def test_any_row_is_written_unchanged(fields: dict[str, Any]) -> None:
     fields = {key: value for key, value in fields.items() if key not in ("prompt", "reference", "skip", "verdict")}
     given_row = {**fields, "response": "r"}
     text = json.dumps(given_row).encode()
     rows = rows_of()
     request = rows.read(line(text))
-    written = rows.write(line(text), rows.key(request), OK)
+    written = rows.write(line(text), Entry.of(1, rows.key(request), OK))
     verdict = json.loads(written).pop("verdict")
     assert {**json.loads(written), "verdict": None} == {**given_row, "verdict": None}
     assert rows.read_written(written).key == verdict["key"] == rows.key(request)
 
 
 def test_a_failed_row_has_no_score() -> None:
-    row = json.loads(rows_of().write(line(b'{"response":"a"}'), "k", Failed("deadline", 3, "why")))["verdict"]
+    row = json.loads(rows_of().write(line(b'{"response":"a"}'), Entry.of(1, "k", Failed("deadline", 3, "why"))))[
+        "verdict"
+    ]
     says = {"reason": "deadline", "detail": "why", "attempts": 3}
     assert row == {"line": 1, "status": "failed", "score": None, "key": "k", **says}
 
@@ -216,16 +221,16 @@ def test_a_judge_without_a_sign_of_life_is_down_before_its_breaker_opens() -> No
 def test_the_counts_of_a_tally_add_up() -> None:
     tally = Tally()
     for verdict in (OK, Scored(1.0, cached=True), Failed("deadline"), Skipped("why")):
-        tally.count(verdict, 7)
+        tally.count(Entry.of(7, "k", verdict))
     assert (tally.rows, tally.scored, tally.cached, tally.failed, tally.skipped) == (4, 2, 1, 1, 1)
     assert tally.reasons == {"deadline": 1}
 
 
 def test_a_tally_names_the_first_failure_even_of_an_earlier_run() -> None:
     tally, rows = Tally(), rows_of()
-    tally.count(OK, 1)
-    tally.count_written(rows.read_written(rows.write(line(b'{"response":"a"}', 2), "k", Failed("deadline", 3, "why"))))
-    tally.count(Failed("rejected", 1, "another"), 3)
+    earlier = rows.write(line(b'{"response":"a"}'), Entry.of(2, "k", Failed("deadline", 3, "why")))
+    for entry in (Entry.of(1, "k", OK), rows.read_written(earlier), Entry.of(3, "k", Failed("rejected", 1, "another"))):
+        tally.count(entry)
     assert tally.first_failure == "line 2: why"
 
 
@@ -275,11 +280,11 @@ def test_a_replacement_replaces_the_file_only_when_it_is_finished(tmp_path: Path
     output = FileOutput(tmp_path / "out")
     abandoned = Replacement(output)
     abandoned.append(b"new\n")
-    abandoned.abandon()
+    abandoned.finish(is_complete=False)
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("out", b"old\n")]
     finished = Replacement(output)
     finished.append(b"new\n")
-    finished.finish()
+    finished.finish(is_complete=True)
     output.close()
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("out", b"new\n")]
 
@@ -291,7 +296,7 @@ def test_a_replacement_of_a_link_replaces_its_target(tmp_path: Path) -> None:
     output = FileOutput(tmp_path / "out")
     replacement = Replacement(output)
     replacement.append(b"new\n")
-    replacement.finish()
+    replacement.finish(is_complete=True)
     output.close()
     assert (tmp_path / "out").is_symlink()
     assert [(path.name, path.read_bytes()) for path in (tmp_path / "elsewhere").iterdir()] == [("real", b"new\n")]
@@ -300,12 +305,18 @@ def test_a_replacement_of_a_link_replaces_its_target(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tail", [b"", b'{"resp', b"\x00\x00\x00"])
 def test_a_scan_finds_where_to_continue(tmp_path: Path, tail: bytes) -> None:
     rows = rows_of()
-    written = [rows.write(line(b'{"response":"a"}', n), f"k{n}", OK) for n in (1, 2, 4)]
+    written = [rows.write(line(b'{"response":"a"}'), Entry.of(n, f"k{n}", OK)) for n in (1, 2, 4)]
+    (tmp_path / "out").write_bytes(b"".join([*written, written[-1]]))
+    with (
+        pytest.raises(ConfigError, match="its line 4 is no row"),
+        contextlib.closing(FileOutput(tmp_path / "out")) as output,
+    ):
+        output.scan(rows)
     (tmp_path / "out").write_bytes(b"".join(written) + tail)
     output = FileOutput(tmp_path / "out")
-    found = output.scan(rows)
+    output.scan(rows)
     output.close()
-    assert (found.last_line, found.last_key, found.tally.scored) == (4, "k4", 3)
+    assert (output.last_line, output.last_key, output.tally.scored) == (4, "k4", 3)
     assert (tmp_path / "out").read_bytes() == b"".join(written)
 
 
@@ -318,7 +329,7 @@ def test_a_job_reports_its_progress(tmp_path: Path, mock: Callable[..., RunningJ
     config = JudgeConfig(
         endpoint=mock(latency_s=0.05).base_url, model="m", placement="thread", concurrency="fixed:8"
     )  # fmt: skip
-    with open_job(str(source), str(tmp_path / "out"), config, on_progress=told.append) as job:
+    with ScoringJob(str(source), str(tmp_path / "out"), config, on_progress=told.append) as job:
         summary = job.run()
     assert summary.tally.scored == 200 and summary.stopped is None
     assert told and told[-1].bytes_total == source.stat().st_size
@@ -332,23 +343,74 @@ def test_a_stopped_retry_leaves_the_output_unchanged(tmp_path: Path, mock: Calla
     source.write_text("".join(json.dumps({"response": f"row {n}"}) + "\n" for n in range(5)))
     judge = mock(scores={"row 2": "no idea"}, api_key="right")
     config = {"endpoint": judge.base_url, "model": "m", "placement": "thread"}
-    with open_job(str(source), str(target), JudgeConfig(**config, api_key="right")) as job:
+    with ScoringJob(str(source), str(target), JudgeConfig(**config, api_key="right")) as job:
         assert job.run().tally.failed == 1
     before = target.read_bytes()
-    with open_job(str(source), str(target), JudgeConfig(**config, api_key="wrong"), retry_failed=True) as job:
+    with ScoringJob(str(source), str(target), JudgeConfig(**config, api_key="wrong"), retry_failed=True) as job:
         stopped = job.run().stopped
     assert stopped is not None and stopped.reason == "auth"
     assert target.read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["in", "out"]
 
 
+class Verdicts:
+    """A judge that gives these verdicts, and is down from this query of its stats on."""
+
+    def __init__(self, verdicts: list[Verdict], down_from: int) -> None:
+        self._verdicts, self._down_from, self._queries = iter(verdicts), down_from, 0
+
+    def __enter__(self) -> Verdicts:
+        return self
+
+    def __exit__(self, *exc: object) -> None: ...
+
+    def close(self) -> None: ...
+
+    def stats(self) -> JudgeStats:
+        halted = "401" if self._queries >= self._down_from else ""
+        self._queries += 1
+        return JudgeStats(endpoints=[EndpointStats(url="a", model="m", sent=1, answered=1, halted=halted)])
+
+    def submit(self, requests: list[JudgeRequest], deadline_s: float | None) -> Any:
+        verdicts = [next(self._verdicts) for _ in requests]
+        return SimpleNamespace(wait=lambda timeout_s: True, result=lambda: verdicts, cancel=lambda: None)
+
+
+GONE = Failed("unavailable", 3, "no answer")
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "down_from", "statuses", "reason"),
+    [
+        ([OK, GONE, OK], 99, ["scored", "failed", "scored"], None),
+        ([OK, OK, GONE], 99, ["scored", "scored", "failed"], None),
+        ([OK, GONE, OK], 0, ["scored"], "unavailable"),
+        ([OK, OK, GONE], 1, ["scored", "scored"], "unavailable"),
+        ([OK, Failed("auth"), OK], 99, ["scored"], "auth"),
+        ([Skipped("why"), Failed("rejected"), OK], 99, ["skipped", "failed", "scored"], None),
+    ],
+)
+def test_a_job_writes_the_rows_that_are_decided_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verdicts: list[Verdict], down_from: int, statuses: list[str],
+    reason: str | None,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("freewheel.judge.scoring.Judge", lambda config: Verdicts(verdicts, down_from))
+    source, target = tmp_path / "in", tmp_path / "out"
+    source.write_text('{"response": "a"}\n{"response": "b"}\n{"response": "c"}\n')
+    with ScoringJob(str(source), str(target), CONFIG) as job:
+        summary = job.run()
+    assert [json.loads(row)["verdict"]["status"] for row in target.read_text().splitlines()] == statuses
+    assert (summary.stopped.reason if summary.stopped else None) == reason
+    assert summary.stopped is None or summary.stopped.next_line == len(statuses) + 1
+
+
 def test_a_retry_reads_a_repaired_line_again(tmp_path: Path, mock: Callable[..., RunningJudge]) -> None:
     source, target = tmp_path / "in", tmp_path / "out"
     source.write_text('{"response": "a"}\noops\n{"response": "c"}\n')
     config = JudgeConfig(endpoint=mock().base_url, model="m", placement="thread")
-    with open_job(str(source), str(target), config) as job:
+    with ScoringJob(str(source), str(target), config) as job:
         assert job.run().tally.malformed == 1
     source.write_text('{"response": "a"}\n{"response": "b"}\n{"response": "c"}\n{"response": "d"}\n')
-    with open_job(str(source), str(target), config, retry_failed=True) as job:
+    with ScoringJob(str(source), str(target), config, retry_failed=True) as job:
         assert job.run().tally.scored == 4
     assert [json.loads(row)["response"] for row in target.read_text().splitlines()] == ["a", "b", "c", "d"]

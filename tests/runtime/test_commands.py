@@ -214,43 +214,38 @@ def test_a_setting_that_cannot_work_is_refused_before_anything_starts(
     assert not runs.given and not (elsewhere / "runs").exists()
 
 
-def test_usable_user_code_passes_without_being_instantiated(code: str, runs: type[Runs]):
-    settings = [
-        f"reward.function={code}:Model",
-        f"rollout.rollouter_class={code}:MyRollouter",
-        f"trainer.trainer_class={code}:MyTrainer",
-        f"observe.custom_monitor={code}:two",
-    ]
-    done = freewheel("train", *settings)
-    assert done.exit_code == 0 and runs.given, done.output
+@pytest.mark.parametrize(
+    ("settings", "rows"),
+    [
+        (["reward.function={}:Model", "rollout.rollouter_class={}:MyRollouter", "trainer.trainer_class={}:MyTrainer",
+          "observe.custom_monitor={}:two"], None),
+        ([*ROWS, "data.train=no_truth.jsonl", "reward.function={}:score"], 2),
+        (["data.task=rows", "model.path=org/model", "data.train=org/rows", "data.eval=org/rows"], None),
+    ],
+    ids=["code that is only instantiated in a run", "rows without ground truth", "names on the hub"],
+)  # fmt: skip
+def test_usable_settings_start_a_run(files: None, code: str, runs: type[Runs], settings: list[str], rows: int | None):
+    done = freewheel("train", *(setting.format(code) for setting in settings))
+    assert done.exit_code == 0, done.output
+    assert rows is None or runs.given["plan"].rows == rows
 
 
-def test_rows_without_ground_truth_are_accepted_with_a_reward_function(files: None, code: str, runs: type[Runs]):
-    settings = (*ROWS, "data.train=no_truth.jsonl", f"reward.function={code}:score")
-    assert freewheel("train", *settings).exit_code == 0
-    assert runs.given["plan"].rows == 2
-
-
-def test_names_on_the_hub_are_left_to_the_run(runs: type[Runs]):
-    settings = ("data.task=rows", "model.path=org/model", "data.train=org/rows", "data.eval=org/rows")
-    assert freewheel("train", *settings).exit_code == 0
-    assert runs.given["plan"].rows is None
-
-
-def test_a_dry_run_prints_the_plan_and_leaves_nothing(runs: type[Runs], elsewhere: Path):
-    done = freewheel("train", "--dry-run", "trainer.groups_per_step=8")
-    assert done.exit_code == 0
-    for part in ("8 groups × 8 responses", "lags at most 5 versions", "FullyAsyncTrainer", "KV cache", "an epoch"):
-        assert part in done.stdout
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["trainer.groups_per_step=8"], ["8 groups × 8 responses", "lags at most 5 versions", "KV cache", "an epoch"]),
+        (["--config-name", "cluster"], ["FullyAsyncTrainer × 8", "FSDP2"]),
+        (["--config-name", "cluster", "ray.address=null"], ["trainer.nnodes = 2: several machines need a Ray cluster"]),
+    ],
+)
+def test_a_dry_run_prints_the_plan_and_what_a_run_refuses_and_leaves_nothing(
+    runs: type[Runs], elsewhere: Path, arguments: list[str], parts: list[str]
+):
+    done = freewheel("train", "--dry-run", *arguments)
+    assert done.exit_code == 0 and all(part in done.stdout for part in parts), done.output
     assert not runs.given and not list(elsewhere.iterdir())
-
-
-def test_a_dry_run_lists_problems_that_a_run_refuses(runs: type[Runs]):
-    here = ["--config-name", "cluster", "ray.address=null"]
-    done = freewheel("train", "--dry-run", *here)
-    assert done.exit_code == 0 and "trainer.nnodes = 2: several machines need a Ray cluster" in done.stdout
-    assert "trainer.nnodes = 2" in refused("train", *here)
-    assert not runs.given
+    if "ray.address=null" in arguments:
+        assert "trainer.nnodes = 2" in refused("train", *arguments)
 
 
 def test_a_dry_run_without_a_plan_lists_every_error(runs: type[Runs], elsewhere: Path):
@@ -265,24 +260,15 @@ def test_a_dry_run_without_a_plan_lists_every_error(runs: type[Runs], elsewhere:
     assert not runs.given and not list(elsewhere.iterdir())
 
 
-def test_a_cluster_is_planned_from_anywhere():
-    done = freewheel("train", "--dry-run", "--config-name", "cluster")
-    assert done.exit_code == 0 and "FullyAsyncTrainer × 8" in done.stdout and "FSDP2" in done.stdout
-
-
-def test_a_users_configuration_file_is_used(runs: type[Runs], elsewhere: Path):
+def test_configuration_files_and_modules_of_the_user_are_found(runs: type[Runs], elsewhere: Path):
     (elsewhere / "mine").mkdir()
-    (elsewhere / "mine" / "first.yaml").write_text("seed: 5\n")
-    assert freewheel("train", "--config-path", "mine", "--config-name", "first", "rollout.n=2").exit_code == 0
-    assert (runs.given["config"].seed, runs.given["config"].rollout.n) == (5, 2)
-
-
-def test_modules_of_the_working_directory_are_found(runs: type[Runs], elsewhere: Path):
+    (elsewhere / "mine" / "first.yaml").write_text("seed: 5\ndata: {task: task_of_mine:task}\n")
     (elsewhere / "task_of_mine.py").write_text(
         "from freewheel.data.tasks.word_problems import WordProblems\ntask = WordProblems(max_new_tokens=33)\n"
     )
-    assert freewheel("train", "data.task=task_of_mine:task").exit_code == 0
-    assert runs.given["plan"].max_new_tokens == 33
+    assert freewheel("train", "--config-path", "mine", "--config-name", "first", "rollout.n=2").exit_code == 0
+    config, plan = runs.given["config"], runs.given["plan"]
+    assert (config.seed, config.rollout.n, plan.max_new_tokens) == (5, 2, 33)
 
 
 @pytest.mark.parametrize("missing", ["torch", "ray"])
@@ -306,13 +292,6 @@ def test_the_three_programs_are_one(elsewhere: Path):
     assert first[2] == 0 and b"sync, 5 steps" in first[0], first
     assert others == [first, first]
     assert not list(elsewhere.iterdir())
-
-
-def test_help_and_version_import_nothing_heavy():
-    heavy = ("torch", "ray", "transformers")
-    code = f"import sys, freewheel.cli, freewheel.fully_async_main; print([m for m in {heavy} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S)
-    assert done.stdout.strip() == "[]", done.stderr
 
 
 # -- resume -----------------------------------------------------------------------------------------------------------

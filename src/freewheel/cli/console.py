@@ -1,4 +1,4 @@
-"""Exit codes, messages on stderr and JSON on stdout, for all commands."""
+"""Exit codes, messages on stderr, text and JSON on stdout, for all commands."""
 
 from __future__ import annotations
 
@@ -7,14 +7,19 @@ import io
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from enum import IntEnum
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import typer
 
-from freewheel.errors import ConfigError
+from freewheel.errors import ConfigError, DataError
 from freewheel.judge.verdict import JudgeError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 
 class ExitCode(IntEnum):
@@ -29,11 +34,40 @@ class ExitCode(IntEnum):
     """The reader of the output is gone: 128 + SIGPIPE, as in a shell."""
 
 
-def say(text: str) -> None:
+def say(text: str, *, colour: str | None = None) -> None:
     """Write one line to stderr. A stderr that is closed or full does not matter."""
     with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(f"freewheel: {text}\n")
-        sys.stderr.flush()
+        typer.secho(f"freewheel: {text}", fg=colour, reset=colour is not None, err=True)
+
+
+def fail(*errors: object, code: ExitCode = ExitCode.USAGE) -> typer.Exit:
+    """Print a line for each error, red on a terminal. Raise what this returns to end the program."""
+    for error in errors:
+        say(f"error: {error}", colour="red")
+    return typer.Exit(code)
+
+
+@contextlib.contextmanager
+def plain_errors() -> Iterator[None]:
+    """End the program with a message and no traceback when a setting, a file or a judge cannot work."""
+    try:
+        yield
+    except (ConfigError, DataError) as error:
+        raise fail(error) from None
+    except JudgeError as error:
+        raise fail(error, code=ExitCode.STOPPED) from None
+    except (PermissionError, IsADirectoryError, NotADirectoryError) as error:
+        what = f"{error.filename} cannot be read or written ({error.strerror}): change its permissions or path"
+        raise fail(what) from None
+
+
+# -- stdout -----------------------------------------------------------------------------------------------------------
+
+
+def print_text(text: str) -> None:
+    with writing_stdout():
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
 
 
 def print_json(value: object) -> None:
@@ -41,10 +75,12 @@ def print_json(value: object) -> None:
     print_text(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
 
 
-def print_text(text: str) -> None:
+def print_rich(*parts: RenderableType) -> None:
+    """Print each part on its own lines, in colour on a terminal, plain elsewhere."""
+    from rich.console import Console
+
     with writing_stdout():
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
+        Console(file=sys.stdout, soft_wrap=True, highlight=False, markup=False).print(*parts, sep="\n")
 
 
 @contextlib.contextmanager
@@ -57,11 +93,16 @@ def writing_stdout() -> Iterator[None]:
         raise typer.Exit(ExitCode.BROKEN_PIPE) from None
     except OSError as error:
         mute_stdout()
-        say(f"error: stdout cannot be written: {error.strerror}")
-        raise typer.Exit(ExitCode.STOPPED) from None
+        raise fail(f"stdout cannot be written: {error.strerror}", code=ExitCode.STOPPED) from None
 
 
-class GuardedStdout(io.TextIOWrapper):
+def mute_stdout() -> None:
+    """Redirect stdout to nowhere, so that the interpreter's last flush does not fail again."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class _GuardedStdout(io.TextIOWrapper):
     """stdout for code that writes without `writing_stdout`: Typer's help."""
 
     def write(self, text: str, /) -> int:
@@ -80,13 +121,8 @@ def guarded_stdout() -> Iterator[None]:
     if not isinstance(plain, io.TextIOWrapper):  # None where it is closed
         yield
         return
-    sys.stdout = GuardedStdout(
-        plain.buffer,
-        plain.encoding,
-        plain.errors,
-        line_buffering=plain.line_buffering,
-        write_through=plain.write_through,
-    )
+    buffering: dict[str, Any] = {"line_buffering": plain.line_buffering, "write_through": plain.write_through}
+    sys.stdout = _GuardedStdout(plain.buffer, plain.encoding, plain.errors, **buffering)
     try:
         yield
     finally:
@@ -96,50 +132,44 @@ def guarded_stdout() -> Iterator[None]:
             sys.exit(end.exit_code)
 
 
-def mute_stdout() -> None:
-    """Redirect stdout to nowhere, so that the interpreter's last flush does not fail again."""
-    with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+# -- the log ----------------------------------------------------------------------------------------------------------
+
+REPEAT_S = 60.0
+"""A repeated log line is written once in this time: a judge that refuses the key refuses every call in flight."""
+MOST_LINES_KEPT = 1000
+"""Distinct lines to remember: a gateway runs for weeks, and some of its lines contain numbers."""
 
 
-@contextlib.contextmanager
-def plain_errors() -> Iterator[None]:
-    """End the program with a message and no traceback when a setting cannot work."""
-    try:
-        yield
-    except ConfigError as error:
-        say(f"error: {error}")
-        raise typer.Exit(ExitCode.USAGE) from None
-    except JudgeError as error:
-        say(f"error: {error}")
-        raise typer.Exit(ExitCode.STOPPED) from None
-    except (PermissionError, IsADirectoryError, NotADirectoryError) as error:
-        say(f"error: {error.filename} cannot be read or written ({error.strerror}): change its permissions or path")
-        raise typer.Exit(ExitCode.USAGE) from None
+class _LogLines(logging.Handler):
+    """Writes the library's log, each line once in `REPEAT_S`."""
 
-
-class LogLines(logging.Handler):
-    """Writes the library's warnings, each text once: a judge that refuses a key refuses every call in flight."""
-
-    def __init__(self, write: Callable[[str], None] = say) -> None:
-        super().__init__(logging.WARNING)
+    def __init__(self, write: Callable[[str], object], pattern: str) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter(pattern))
         self._write = write
-        self._seen: set[str] = set()
+        self._said_at: dict[str, float] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage()
-        if text not in self._seen:
-            self._seen.add(text)
-            self._write(f"{record.levelname.lower()}: {text}")
+        text, now = record.getMessage(), time.monotonic()
+        if now - self._said_at.get(text, -REPEAT_S) >= REPEAT_S:
+            if len(self._said_at) >= MOST_LINES_KEPT:
+                self._said_at.clear()
+            self._said_at[text] = now
+            with contextlib.suppress(OSError, ValueError):  # stderr is closed or full
+                self._write(self.format(record))
 
 
 @contextlib.contextmanager
-def log_to(write: Callable[[str], None]) -> Iterator[None]:
-    logger, handler = logging.getLogger("freewheel"), LogLines(write)
+def log_to(
+    write: Callable[[str], object], *, level: int = logging.WARNING, pattern: str = "%(levelname)s: %(message)s"
+) -> Iterator[None]:
+    logger, handler = logging.getLogger("freewheel"), _LogLines(write, pattern)
+    before = logger.level, logger.propagate
     logger.addHandler(handler)
-    propagate, logger.propagate = logger.propagate, False
+    logger.setLevel(level)
+    logger.propagate = False
     try:
         yield
     finally:
-        logger.propagate = propagate
         logger.removeHandler(handler)
+        logger.level, logger.propagate = before

@@ -1,7 +1,10 @@
 """Flags that several commands share, each with one name and one help text, and the judge's configuration from flags.
 
-    @takes(judge=judge_from_flags)              the command has the flags of `judge_from_flags` as well,
-    def serve(judge: JudgeConfig, host=...)     and receives what that returns as `judge`
+    @flags(PANEL, flag("port", int, "…"), …)     the function receives the flags that are given as keywords
+    def judge_from_flags(**given) -> JudgeConfig
+
+    @takes(judge=judge_from_flags)               the command has the flags of `judge_from_flags` as well,
+    def serve(judge: JudgeConfig, host=...)      and receives what that returns as `judge`
 
 A flag that is not given leaves its setting out, so every default is the configuration's own.
 """
@@ -16,7 +19,7 @@ import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import typer
@@ -27,7 +30,11 @@ from freewheel.judge.config import JudgeConfig
 from freewheel.judge.parse import make_reader
 from freewheel.judge.rubric import PARSERS
 
+T = TypeVar("T")
+
 CONFIG_PANEL = "Configuration"
+JUDGE_PANEL = "Judge"
+KEY_HELP = "The environment variable that holds the judge's key. A key is never a flag: flags show in ps."
 
 ConfigPathFlag = Annotated[
     str | None,
@@ -41,41 +48,54 @@ ConfigNameFlag = Annotated[
     str | None,
     typer.Option(help="The YAML file in that folder (default).", metavar="NAME", rich_help_panel=CONFIG_PANEL),
 ]
+KeyVariableFlag = Annotated[str | None, typer.Option(help=KEY_HELP, metavar="NAME", rich_help_panel=JUDGE_PANEL)]
 
 
-PANEL = "Judge"
-
-KeyVariableFlag = Annotated[
-    str | None,
-    typer.Option(
-        help="The environment variable that holds the judge's key. A key is never a flag: flags show in ps.",
-        metavar="NAME",
-        rich_help_panel=PANEL,
-    ),
-]
-LEFT_OUT = "none"
-"""Leaves the temperature out of requests, as reasoning models require. TOML and flags have no null."""
+# -- flags as a table -------------------------------------------------------------------------------------------------
 
 
-def takes(**made: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replace one parameter of a command by the flags of a function. The command receives what the function returns.
+def flag(name: str, kind: Any, text: str, *names: str, **options: Any) -> inspect.Parameter:
+    """A flag that a function receives as `name`. `names`: its own, where it is not --NAME. `options`: of Typer."""
+    is_switch = kind is bool
+    option = typer.Option(*(names or ([f"--{name.replace('_', '-')}"] if is_switch else [])), help=text, **options)
+    kind, default = (bool, False) if is_switch else (kind | None, None)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
 
-    Typer reads flags from a signature, so the two signatures become one.
+
+def flags(panel: str, *parameters: inspect.Parameter) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Give a function these flags. They are listed under `panel` unless they name another."""
+    for parameter in parameters:
+        (option,) = parameter.annotation.__metadata__
+        option.rich_help_panel = option.rich_help_panel or panel
+
+    def decorate(make: Callable[..., T]) -> Callable[..., T]:
+        make.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return make
+
+    return decorate
+
+
+def takes(**makers: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Replace parameters of a command by the flags of functions. The command receives what the functions return.
+
+    Typer reads flags from a signature, so the signatures become one.
     """
-    ((name, make),) = made.items()
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        shared = inspect.signature(make, eval_str=True).parameters
+        shared = {name: inspect.signature(make).parameters for name, make in makers.items()}
         own = inspect.signature(command, eval_str=True)
         parameters: list[inspect.Parameter] = []
         for parameter in own.parameters.values():
-            parameters += shared.values() if parameter.name == name else [parameter]
+            parameters += shared[parameter.name].values() if parameter.name in shared else [parameter]
 
         @functools.wraps(command)
-        def run(**given: Any) -> None:
+        def run(**values: Any) -> None:
+            made: dict[str, Any] = {}
             with plain_errors():
-                result = make(**{flag: given.pop(flag) for flag in shared})
-            command(**{name: result}, **given)
+                for name, make in makers.items():
+                    taken = {flag: values.pop(flag) for flag in shared[name]}
+                    made[name] = make(**{flag: value for flag, value in taken.items() if is_given(value)})
+            command(**made, **values)
 
         # Keyword parameters keep their order, which is that of the help, wherever their defaults are.
         keywords = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
@@ -85,81 +105,62 @@ def takes(**made: Callable[..., Any]) -> Callable[[Callable[..., None]], Callabl
     return decorate
 
 
+def is_given(value: Any) -> bool:
+    """Whether a flag has a value. 0 is one."""
+    return value is not None and value is not False and value != []
+
+
+# -- the judge --------------------------------------------------------------------------------------------------------
+
+LEFT_OUT = "none"
+"""Leaves the temperature out of requests, as reasoning models require. TOML and flags have no null."""
+RUBRICS = "A built-in rubric (integer, number, yes_no, json, criteria) or a .toml or .json file."
+SAMPLING = "Another field of the request, such as reasoning_effort=low; repeat it for several."
+
+
+@flags(
+    JUDGE_PANEL,
+    flag("endpoint", list[str], "Base URL of an OpenAI-compatible judge; repeat it for several.", metavar="URL"),
+    flag("model", str, "The model's name at the endpoint."),
+    flag("rubric", str, RUBRICS, metavar="NAME|FILE"),
+    flag("api_key_env", str, KEY_HELP, metavar="NAME"),
+    flag("concurrency", str, "auto finds the judge's limit; N is an upper bound; fixed:N uses N."),
+    flag("temperature", str, "Sampling temperature; none leaves it out, as reasoning models require.",
+         metavar="NUMBER|none"),
+    flag("max_tokens", int, "Longest reply."),
+    flag("sampling", list[str], SAMPLING, metavar="KEY=VALUE"),
+    flag("price_in", float, "Price per million prompt tokens."),
+    flag("price_out", float, "Price per million reply tokens."),
+    flag("max_cost", float, "Stop before this run costs more. Needs prices."),
+    flag("cache_dir", str, "Folder of the cache.", metavar="DIR"),
+    flag("no_cache", bool, "Keep no replies: a repeated request is paid for again."),
+    flag("config", Path, "Settings of the judge, as .toml or .json. Flags override them.", metavar="FILE"),
+)  # fmt: skip
 def judge_from_flags(
-    endpoint: Annotated[
-        list[str] | None,
-        typer.Option(help="Base URL of an OpenAI-compatible judge; repeat it for several.", metavar="URL",
-                     rich_help_panel=PANEL),
-    ] = None,
-    model: Annotated[str | None, typer.Option(help="The model's name at the endpoint.", rich_help_panel=PANEL)] = None,
-    rubric: Annotated[
-        str | None,
-        typer.Option(help="A built-in rubric (integer, number, yes_no, json, criteria) or a .toml or .json file.",
-                     metavar="NAME|FILE", rich_help_panel=PANEL),
-    ] = None,
-    api_key_env: KeyVariableFlag = None,
-    concurrency: Annotated[
-        str | None,
-        typer.Option(help="auto finds the judge's limit; N is an upper bound; fixed:N uses N.", rich_help_panel=PANEL),
-    ] = None,
-    temperature: Annotated[
-        str | None,
-        typer.Option(help="Sampling temperature; none leaves it out, as reasoning models require.",
-                     metavar="NUMBER|none", rich_help_panel=PANEL),
-    ] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Longest reply.", rich_help_panel=PANEL)] = None,
-    sampling: Annotated[
-        list[str] | None,
-        typer.Option(help="Another field of the request, such as reasoning_effort=low; repeat it for several.",
-                     metavar="KEY=VALUE", rich_help_panel=PANEL),
-    ] = None,
-    price_in: Annotated[
-        float | None, typer.Option(help="Price per million prompt tokens.", rich_help_panel=PANEL)
-    ] = None,
-    price_out: Annotated[
-        float | None, typer.Option(help="Price per million reply tokens.", rich_help_panel=PANEL)
-    ] = None,
-    max_cost: Annotated[
-        float | None, typer.Option(help="Stop before this run costs more. Needs prices.", rich_help_panel=PANEL)
-    ] = None,
-    cache_dir: Annotated[
-        str | None, typer.Option(help="Folder of the cache.", metavar="DIR", rich_help_panel=PANEL)
-    ] = None,
-    no_cache: Annotated[
-        bool,
-        typer.Option("--no-cache", help="Keep no replies: a repeated request is paid for again.",
-                     rich_help_panel=PANEL),
-    ] = False,
-    config: Annotated[
-        Path | None,
-        typer.Option(help="Settings of the judge, as .toml or .json. Flags override them.", metavar="FILE",
-                     rich_help_panel=PANEL),
-    ] = None,
-) -> JudgeConfig:  # fmt: skip
+    config: Path | None = None,
+    sampling: list[str] | None = None,
+    temperature: str | None = None,
+    no_cache: bool = False,
+    price_in: float | None = None,
+    price_out: float | None = None,
+    **given: Any,
+) -> JudgeConfig:
     """Return the settings of the `--config` file with the given flags on top, checked as at a start."""
-    flags = {
-        "endpoint": endpoint or None,
-        "model": model,
-        "rubric": rubric,
-        "api_key_env": api_key_env,
-        "concurrency": concurrency,
-        "temperature": _temperature(temperature),
-        "max_tokens": max_tokens,
-        "max_cost": max_cost,
-        "cache_dir": cache_dir,
-        "cache": False if no_cache else None,
-    }
-    values = _read(config) if config is not None else {}
-    values.update({key: value for key, value in flags.items() if value is not None})
+    values = read_settings("config", config) if config is not None else {}
+    values |= given
+    if temperature is not None:
+        values["temperature"] = _parse_temperature(temperature)
+    if no_cache:
+        values["cache"] = False
     if sampling:
-        values["sampling"] = {**values.get("sampling", {}), **_fields(sampling)}
+        values["sampling"] = {**values.get("sampling", {}), **_parse_fields(sampling)}
     if values.get("temperature") == LEFT_OUT:
         values["temperature"] = None
     for key, example in (("endpoint", "--endpoint http://127.0.0.1:8000/v1"), ("model", "--model NAME")):
         if key not in values:
             raise ConfigError(key, None, f"not given; use {example}, or {key} in the --config file")
-    if api_key_env is not None and not os.environ.get(api_key_env):
-        raise ConfigError("api_key_env", api_key_env, "that variable is not set in the environment")
+    if "api_key_env" in given:
+        read_variable("api_key_env", given["api_key_env"])
     if (price_in is None) != (price_out is None):
         raise ConfigError("prices", values["model"], "give both --price-in and --price-out")
     if price_in is not None:
@@ -174,17 +175,23 @@ def judge_from_flags(
     return settings
 
 
-def _temperature(text: str | None) -> float | str | None:
+def read_variable(key: str, name: str) -> str:
+    """Return the value of an environment variable that a flag names."""
+    value = os.environ.get(name)
+    if not value:
+        raise ConfigError(key, name, "that variable is not set in the environment")
+    return value
+
+
+def _parse_temperature(text: str) -> float | str:
     """Parse `--temperature`: a number, or `LEFT_OUT`."""
-    if text is None or text == LEFT_OUT:
-        return text
     try:
-        return float(text)
+        return text if text == LEFT_OUT else float(text)
     except ValueError:
         raise ConfigError("--temperature", text, f"give a number, or {LEFT_OUT} to leave it out") from None
 
 
-def _fields(pairs: list[str]) -> dict[str, Any]:
+def _parse_fields(pairs: list[str]) -> dict[str, Any]:
     """Parse `KEY=VALUE` pairs. A value that is not JSON is text."""
     fields: dict[str, Any] = {}
     for pair in pairs:
@@ -214,16 +221,16 @@ def _check_start(config: JudgeConfig) -> None:
         config.key_for(endpoint)
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read_settings(key: str, file: Path) -> dict[str, Any]:
+    """Return the settings in a .json or .toml file that a flag names."""
+    kind = "JSON" if file.suffix == ".json" else "TOML"
     try:
         content = file.read_bytes()
+        values = msgspec.json.decode(content) if kind == "JSON" else tomllib.loads(content.decode())
     except OSError as error:
-        raise ConfigError("config", str(file), f"the file cannot be read: {error.strerror}") from None
-    try:
-        values = msgspec.json.decode(content) if file.suffix == ".json" else tomllib.loads(content.decode())
+        raise ConfigError(key, str(file), f"the file cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        kind = "JSON" if file.suffix == ".json" else "TOML"
-        raise ConfigError("config", str(file), f"the file is not valid {kind}: {error}") from None
+        raise ConfigError(key, str(file), f"the file is not valid {kind}: {error}") from None
     if not isinstance(values, dict):
-        raise ConfigError("config", str(file), "the file must hold one object with the judge's settings")
+        raise ConfigError(key, str(file), "the file must hold one object with settings")
     return values

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from freewheel.cli.console import plain_errors, print_json, print_text, say
+from freewheel.cli.flags import flag, flags, takes
+from freewheel.errors import ConfigError
+
 if TYPE_CHECKING:
     from freewheel.plan.planner import Planned, Row
-    from freewheel.plan.scene import Scores
 
 EPILOG = """
 Simulated with the classes that decide in a run, under a virtual clock. Every line tells what is measured from what is
@@ -33,17 +35,9 @@ MOST_GROUPS = 16 * MOST_ACCELERATORS
 """Groups per step: the default number for each of those accelerators."""
 MOST_AHEAD = 100
 """Versions ahead, and steps per version: a simulation must be several times as long as generation runs ahead."""
-MOST_N, MOST_TOKENS, MOST_KNEE, MOST_LATENCY_S, MOST_RATE, MOST_PRICE = 4096, 10_000_000, 10**9, 86_400.0, 1e9, 1e9
-"""Bounds of the other flags, far above anything real."""
-OF_A_MODEL = {
-    "accelerator": "--accelerator",
-    "n": "--n",
-    "prompt_tokens": "--prompt-tokens",
-    "response_tokens": "--response-tokens",
-    "max_new_tokens": "--max-new-tokens",
-}
-"""Flags that only work with --model, by their parameter."""
-DRAWN = ".svg"
+MOST_TOKENS = 10_000_000
+MOST = 1e9
+"""Bound of other amounts, far above anything real."""
 _WHAT, _WORK, _SHOW = "What is planned", "The work", "Output"
 
 
@@ -53,8 +47,40 @@ def _finite(value: float | None) -> float | None:
     return value
 
 
+@flags(
+    _WORK,
+    flag("accelerator", str, "With --model: h200, h100, a100, b200, mi300x or l40s (h200).", metavar="NAME",
+         rich_help_panel=_WHAT),
+    flag("n", int, "With --model: responses to a prompt (8).", "--n", min=1, max=4096),
+    flag("prompt_tokens", int, "With --model: of a prompt, on average (256).", min=1, max=MOST_TOKENS),
+    flag("response_tokens", int, "With --model: of a response, on average (1024).", min=1, max=MOST_TOKENS),
+    flag("max_new_tokens", int, "With --model: of a response, at most (4096).", min=1, max=MOST_TOKENS),
+)  # fmt: skip
+def _of_a_model(**given: Any) -> dict[str, Any]:
+    """Return the flags that only a planned model has. A run determines these values itself."""
+    return given
+
+
+@flags(
+    _WORK,
+    flag("judge_latency", float, "Seconds that a score takes, alone. With RUN: as measured.", metavar="S", min=0.0,
+         max=MOST, callback=_finite),
+    flag("judge_rate", float, "Requests a second that the judge takes at most.", metavar="PER_S", min=0.001,
+         max=MOST, callback=_finite),
+    flag("judge_knee", int, "Requests at a time from which on the judge is slower for each.", metavar="N", min=1,
+         max=int(MOST)),
+)  # fmt: skip
+def _scores_from_flags(**given: Any) -> Any:
+    """Return the judge that the flags describe, or None."""
+    from freewheel.plan.scene import Constant, Scores
+
+    latency = Constant(given.get("judge_latency", USUAL_LATENCY_S))
+    judge = Scores(is_judge=True, latency_s=latency, rate_per_s=given.get("judge_rate"), knee=given.get("judge_knee"))
+    return judge if given else None
+
+
+@takes(of_a_model=_of_a_model, scores=_scores_from_flags)
 def plan(
-    context: typer.Context,
     run: Annotated[
         str | None,
         typer.Argument(metavar="[RUN]", help="A run's folder: its own lengths, latencies and step times are used.",
@@ -64,11 +90,6 @@ def plan(
         str | None,
         typer.Option(help="In place of RUN: a model's size, 0.5b to 72b.", metavar="SIZE", rich_help_panel=_WHAT),
     ] = None,
-    accelerator: Annotated[
-        str,
-        typer.Option(help="With --model: h200, h100, a100, b200, mi300x or l40s.", metavar="NAME",
-                     rich_help_panel=_WHAT),
-    ] = "h200",
     accelerators: Annotated[
         int | None,
         typer.Option(help="How many, for training and generation together. With RUN: as it had.", metavar="N", min=2,
@@ -94,41 +115,12 @@ def plan(
         typer.Option(help="Steps between two weight versions.", metavar="N", min=1, max=MOST_AHEAD,
                      rich_help_panel=_WORK),
     ] = None,
-    n: Annotated[
-        int,
-        typer.Option("--n", help="With --model: responses to a prompt.", min=1, max=MOST_N, rich_help_panel=_WORK),
-    ] = 8,
-    prompt_tokens: Annotated[
-        int,
-        typer.Option(help="With --model: of a prompt, on average.", min=1, max=MOST_TOKENS, rich_help_panel=_WORK),
-    ] = 256,
-    response_tokens: Annotated[
-        int,
-        typer.Option(help="With --model: of a response, on average.", min=1, max=MOST_TOKENS, rich_help_panel=_WORK),
-    ] = 1024,
-    max_new_tokens: Annotated[
-        int,
-        typer.Option(help="With --model: of a response, at most.", min=1, max=MOST_TOKENS, rich_help_panel=_WORK),
-    ] = 4096,
-    judge_latency: Annotated[
-        float | None,
-        typer.Option(help="Seconds that a score takes, alone. With RUN: as measured.", metavar="S", min=0.0,
-                     max=MOST_LATENCY_S, callback=_finite, rich_help_panel=_WORK),
-    ] = None,
-    judge_rate: Annotated[
-        float | None,
-        typer.Option(help="Requests a second that the judge takes at most.", metavar="PER_S", min=0.001,
-                     max=MOST_RATE, callback=_finite, rich_help_panel=_WORK),
-    ] = None,
-    judge_knee: Annotated[
-        int | None,
-        typer.Option(help="Requests at a time from which on the judge is slower for each.", metavar="N", min=1,
-                     max=MOST_KNEE, rich_help_panel=_WORK),
-    ] = None,
+    of_a_model: Any = None,
+    scores: Any = None,
     price: Annotated[
         float | None,
         typer.Option(help="Of an accelerator for an hour: costs are then told too.", metavar="MONEY", min=0.0,
-                     max=MOST_PRICE, callback=_finite, rich_help_panel=_SHOW),
+                     max=MOST, callback=_finite, rich_help_panel=_SHOW),
     ] = None,
     scale_to: Annotated[
         int | None,
@@ -146,56 +138,33 @@ def plan(
     ] = 0,
 ) -> None:  # fmt: skip
     """Find the best split of accelerators between training and generation, before they are rented."""
-    from freewheel.cli.console import plain_errors, say
-
+    changes: dict[str, Any] = {"mode": mode, "threshold": threshold, "sync_every_steps": sync_every_steps}
+    changes["seed"] = seed
     with plain_errors():
-        from freewheel.errors import ConfigError
         from freewheel.plan.hardware import Workload, shape
         from freewheel.plan.planner import GROUPS_PER_ACCELERATOR, of_model, of_run
         from freewheel.plan.scene import Scores
 
         if run is not None and model is not None:
             raise ConfigError("--model", model, f"the run {run} is given too, and has a model: leave one of them out")
-        if plot is not None and plot.suffix.lower() != DRAWN:
-            raise ConfigError("--plot", str(plot), f"it is drawn as SVG: give a name that ends with {DRAWN}")
-        scores = _scores(judge_latency, judge_rate, judge_knee)
+        if plot is not None and plot.suffix.lower() != ".svg":
+            raise ConfigError("--plot", str(plot), "it is drawn as SVG: give a name that ends with .svg")
         if run is not None:
-            _refuse_given(context, OF_A_MODEL)
-            planned = of_run(
-                run,
-                mode=mode,
-                threshold=threshold,
-                sync_every_steps=sync_every_steps,
-                accelerators=accelerators,
-                groups_per_step=groups_per_step,
-                scores=scores,
-                seed=seed,
-            )
-        elif model is not None and accelerators is not None:
-            work = Workload(
-                n=n,
-                groups_per_step=groups_per_step or GROUPS_PER_ACCELERATOR * accelerators,
-                prompt_tokens=prompt_tokens,
-                response_tokens=response_tokens,
-                max_new_tokens=max_new_tokens,
-                scores=scores or Scores(),
-            )
-            planned = of_model(
-                model,
-                accelerator,
-                accelerators,
-                work,
-                mode=mode,
-                threshold=threshold,
-                sync_every_steps=sync_every_steps,
-                seed=seed,
-            )
-        elif model is not None:
-            shape(model)  # one that is not there is said first
-            said = "give how many there are, for training and generation together"
-            raise typer.BadParameter(said, param_hint="--accelerators")
-        else:
+            for name, value in of_a_model.items():
+                remedy = "it is for a model that is planned (--model), and a run has its own: leave it out"
+                raise ConfigError(f"--{name.replace('_', '-')}", value, remedy)
+            planned = of_run(run, **changes, accelerators=accelerators, groups_per_step=groups_per_step, scores=scores)
+        elif model is None:
             raise typer.BadParameter("give a run's folder, or in its place a model with --model", param_hint="RUN")
+        elif accelerators is None:
+            shape(model)  # an unknown model is reported first
+            missing = "give how many there are, for training and generation together"
+            raise typer.BadParameter(missing, param_hint="--accelerators")
+        else:
+            groups = groups_per_step or GROUPS_PER_ACCELERATOR * accelerators
+            accelerator = of_a_model.pop("accelerator", "h200")
+            work = Workload(groups_per_step=groups, scores=scores or Scores(), **of_a_model)
+            planned = of_model(model, accelerator, accelerators, work, **changes)
         if scale_to and scale_to < 2 * planned.accelerators:
             remedy = f"the {planned.accelerators:,} that are planned are doubled again and again: give "
             raise ConfigError("--scale-to", scale_to, f"{remedy}{2 * planned.accelerators:,} or more, or 0 for none")
@@ -209,34 +178,12 @@ def plan(
         _show(planned, rows, scaled, price=price, as_json=as_json)
 
 
-def _refuse_given(context: typer.Context, flags: Mapping[str, str]) -> None:
-    """Refuse a flag for something that the run itself determines."""
-    from freewheel.errors import ConfigError
-
-    for parameter, flag in flags.items():
-        source = context.get_parameter_source(parameter)
-        if source is not None and source.name == "COMMANDLINE":
-            remedy = "it is for a model that is planned (--model), and a run has its own: leave it out"
-            raise ConfigError(flag, context.params[parameter], remedy)
-
-
-def _scores(latency_s: float | None, rate_per_s: float | None, knee: int | None) -> Scores | None:
-    """Return the judge that the flags describe, or None."""
-    from freewheel.plan.scene import Constant, Scores
-
-    if latency_s is None and rate_per_s is None and knee is None:
-        return None
-    latency = Constant(USUAL_LATENCY_S if latency_s is None else latency_s)
-    return Scores(is_judge=True, latency_s=latency, rate_per_s=rate_per_s, knee=knee)
-
-
 def _title(planned: Planned) -> str:
     config = planned.config
     return f"{planned.about}\nmode {config.mode}, {planned.groups_per_step:,} groups x {config.rollout.n} a step"
 
 
 def _show(planned: Planned, rows: list[Row], scaled: list[Row], *, price: float | None, as_json: bool) -> None:
-    from freewheel.cli.console import print_json, print_text
     from freewheel.plan import report
     from freewheel.plan.planner import best
 
@@ -250,15 +197,13 @@ def _show(planned: Planned, rows: list[Row], scaled: list[Row], *, price: float 
             }
         )
         return
-    said = [_title(planned), "", report.table(rows, price=price), "", report.summary(rows)]
+    parts = [_title(planned), "", report.table(rows, price=price), "", report.summary(rows)]
     if scaled:
-        said += ["", "With as many groups a step for each accelerator:", "", report.scaling_table(scaled)]
-    print_text("\n".join([*said, "", report.explained([*rows, *scaled])]))
+        parts += ["", "With as many groups a step for each accelerator:", "", report.scaling_table(scaled)]
+    print_text("\n".join([*parts, "", report.explained([*rows, *scaled])]))
 
 
 def _draw(path: Path, planned: Planned, rows: list[Row], scaled: list[Row]) -> None:
-    from freewheel.cli.console import say
-    from freewheel.errors import ConfigError
     from freewheel.plan.report import draw
 
     try:

@@ -18,6 +18,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from freewheel.cli.console import ExitCode, plain_errors, print_json, print_rich, print_text, say, writing_stdout
+from freewheel.errors import ConfigError
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -51,8 +54,6 @@ def inspect_run(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:  # fmt: skip
     """Account for every prompt of a run: trained, abandoned, queued or open, each exactly once."""
-    from freewheel.cli.console import ExitCode, plain_errors, print_json
-
     with plain_errors():
         from freewheel.inspect.run import find_run, inspect
 
@@ -61,22 +62,12 @@ def inspect_run(
             from freewheel.inspect.prompt import follow
 
             life = follow(found, group)
-            print_json(life) if as_json else _print(*_life(life))
+            print_json(life) if as_json else print_rich(*_life(life))
             return
         report = inspect(found)
-        print_json(report) if as_json else _print(*_report(report))
+        print_json(report) if as_json else print_rich(*_report(report))
         if report.violations:
             raise typer.Exit(ExitCode.INCOMPLETE)
-
-
-def _print(*parts: RenderableType) -> None:
-    """Print in colour on a terminal, plain elsewhere."""
-    from rich.console import Console
-
-    from freewheel.cli.console import writing_stdout
-
-    with writing_stdout():
-        Console(file=sys.stdout, soft_wrap=True, highlight=False, markup=False).print(*parts, sep="\n")
 
 
 # -- a run ------------------------------------------------------------------------------------------------------------
@@ -124,13 +115,10 @@ def _counts(counts: Mapping[str, int]) -> str:
 
 
 def _table(rows: list[tuple[str, str, str]]) -> RenderableType:
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column()
-    table.add_column(justify="right")
-    table.add_column()
+    table = Table.grid("", Column(justify="right"), "", padding=(0, 2, 0, 0))
     for name, number, words in rows:
         table.add_row(Text(f"  {name}"), Text(number), Text(words, style="dim"))
     return table
@@ -224,10 +212,7 @@ def trace_run(
 
     Open it at https://ui.perfetto.dev (nothing is uploaded) or in chrome://tracing.
     """
-    from freewheel.cli.console import plain_errors, print_text, say
-
     with plain_errors():
-        from freewheel.errors import ConfigError
         from freewheel.inspect.run import find_run
 
         folder, no_events = find_run(run).folder, Counter[Path]()
@@ -244,7 +229,6 @@ def trace_run(
 
 def _find_events(run: str, folder: Path, no_events: Counter[Path]) -> Iterator[Event]:
     """Return the events of a run. A run without any is refused before a file is touched."""
-    from freewheel.errors import ConfigError
     from freewheel.observe.lines import files_of
     from freewheel.observe.run_folder import TRACE
     from freewheel.observe.trace import EXPLAINS
@@ -285,8 +269,6 @@ def _events(run: str, folder: Path, no_events: Counter[Path]) -> Iterator[Event]
 
 @contextmanager
 def _reading(run: str) -> Iterator[None]:
-    from freewheel.errors import ConfigError
-
     try:
         yield
     except OSError as error:
@@ -297,7 +279,6 @@ def _reading(run: str) -> Iterator[None]:
 def _write(output: Path, events: Iterable[Event]) -> int:
     """Write a file that only this user can read: a trace shows parts of a run."""
 
-    from freewheel.cli.console import writing_stdout
     from freewheel.observe.trace import write_json
     from freewheel.utils.files import open_private
 
@@ -338,7 +319,6 @@ def dashboard(
     import time
     import webbrowser
 
-    from freewheel.cli.console import plain_errors, print_text, say
     from freewheel.dashboard.web.runs import Runs
     from freewheel.dashboard.web.server import make_token, serve
     from freewheel.utils.http import address, is_loopback, listen_or_say

@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import signal
-import stat
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import msgspec
 import typer
 
-from freewheel.cli.console import say
-from freewheel.cli.flags import PANEL, judge_from_flags, takes
+from freewheel.cli.console import (
+    ExitCode,
+    fail,
+    log_to,
+    mute_stdout,
+    plain_errors,
+    print_json,
+    print_text,
+    say,
+    writing_stdout,
+)
+from freewheel.cli.flags import JUDGE_PANEL, flag, flags, judge_from_flags, takes
+from freewheel.errors import ConfigError
 from freewheel.judge.config import JudgeConfig
+from freewheel.judge.row_files import Fields, is_stream
 
 if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
+
     from freewheel.judge.row_files import Tally
     from freewheel.judge.scoring import Progress, ScoringJob, Stopped, Summary
     from freewheel.judge.store import Store, StoreStats
@@ -36,36 +51,34 @@ MALFORMED_SHOWN = 20
 """Malformed lines that are reported one by one: a file of another format would fill the screen."""
 TO_CONTINUE = "run the same command again to continue"
 
-_ROWS, _RUN, _SHOW = "Rows", "Run", "Output"
+_RUN, _SHOW = "Run", "Output"
 
 
-@takes(judge=judge_from_flags)
+@flags(
+    "Rows",
+    flag("response_field", str, "Field with the text to score (response)."),
+    flag("prompt_field", str, "Field with the question (prompt)."),
+    flag("reference_field", str, "Field with a reference answer (reference)."),
+    flag("skip_field", str, "Field with a reason not to score the row (skip)."),
+    flag("verdict_field", str, "Field under which the verdict is added (verdict)."),
+)
+def fields_from_flags(**given: str) -> Fields:
+    return Fields(**{name.removesuffix("_field"): field for name, field in given.items()})
+
+
+@takes(judge=judge_from_flags, fields=fields_from_flags)
 def score(
     source: Annotated[str, typer.Argument(metavar="IN.jsonl", help="The rows, one JSON object a line; - is stdin.")],
     target: Annotated[
         str, typer.Argument(metavar="OUT.jsonl", help="Where the rows go, each with its verdict; - is stdout.")
     ],
     judge: JudgeConfig,
+    fields: Fields,
     placement: Annotated[
-        str | None, typer.Option(help="Where the engine runs: process or thread.", rich_help_panel=PANEL)
-    ] = None,
-    response_field: Annotated[
-        str | None, typer.Option(help="Field with the text to score (response).", rich_help_panel=_ROWS)
-    ] = None,
-    prompt_field: Annotated[
-        str | None, typer.Option(help="Field with the question (prompt).", rich_help_panel=_ROWS)
-    ] = None,
-    reference_field: Annotated[
-        str | None, typer.Option(help="Field with a reference answer (reference).", rich_help_panel=_ROWS)
-    ] = None,
-    skip_field: Annotated[
-        str | None, typer.Option(help="Field with a reason not to score the row (skip).", rich_help_panel=_ROWS)
-    ] = None,
-    verdict_field: Annotated[
-        str | None, typer.Option(help="Field under which the verdict is added (verdict).", rich_help_panel=_ROWS)
+        str | None, typer.Option(help="Where the engine runs: process or thread.", rich_help_panel=JUDGE_PANEL)
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Begin anew instead of continuing OUT.jsonl.", rich_help_panel=_RUN)
+        bool, typer.Option("--overwrite", help="Start over instead of continuing OUT.jsonl.", rich_help_panel=_RUN)
     ] = False,
     retry_failed: Annotated[
         bool,
@@ -82,57 +95,39 @@ def score(
     Each row needs a "response"; "prompt", "reference" and "skip" are read where they are there, and every other field
     is passed through. The output has the rows in the order of the input, each with a "verdict".
     """
-    from freewheel.cli.console import ExitCode, log_to, mute_stdout, plain_errors, print_json, say
-    from freewheel.errors import ConfigError
-    from freewheel.judge.row_files import Fields
-    from freewheel.judge.scoring import open_job
-
-    names = {
-        "response": response_field, "prompt": prompt_field, "reference": reference_field, "skip": skip_field,
-        "verdict": verdict_field,
-    }  # fmt: skip
-    malformed: list[int] = []
-
-    def report_malformed(line: int, detail: str) -> None:
-        malformed.append(line) if len(malformed) < MALFORMED_SHOWN else None
-        if line in malformed:
-            reporter.say(f"line {line} is malformed: {detail}")
+    from freewheel.judge.scoring import ScoringJob
 
     with plain_errors(), contextlib.ExitStack() as stack:
         if as_json and target == "-":
             raise ConfigError("--json", True, "stdout takes the rows already; write them to a file")
         settings = judge if placement is None else msgspec.structs.replace(judge, placement=placement)
-        fields = Fields(**{key: name for key, name in names.items() if name is not None})
         reporter = stack.enter_context(make_reporter(quiet=quiet, rows_on_stdout=target == "-"))
         stack.enter_context(log_to(reporter.say))
         job = stack.enter_context(
-            open_job(
+            ScoringJob(
                 source, target, settings, fields=fields, overwrite=overwrite, retry_failed=retry_failed,
-                on_progress=reporter.show, on_malformed=report_malformed,
+                on_progress=reporter.show, on_malformed=reporter.show_malformed,
             )
         )  # fmt: skip
         signals = stack.enter_context(stop_on_signals(job))
         try:
             summary = job.run()
         except OSError as error:
-            reporter.say(f"error: {source} cannot be read: {error.strerror}; {TO_CONTINUE}")
-            raise typer.Exit(ExitCode.STOPPED) from None
+            reason = f"{source} cannot be read: {error.strerror}; {TO_CONTINUE}"
+            raise fail(reason, code=ExitCode.STOPPED) from None
     stopped = summary.stopped
     if stopped is not None and stopped.reason == "pipe":
         mute_stdout()
         raise typer.Exit(ExitCode.BROKEN_PIPE)
-    say(describe(summary, shown=len(malformed)))
+    say(describe(summary, malformed_shown=min(MALFORMED_SHOWN, reporter.malformed)))
+    code: int = ExitCode.OK
     if stopped is not None:
         say(explain_stop(stopped, target=target, retry_failed=retry_failed, api_key_env=settings.api_key_env))
-    elif summary.tally.failed:
-        say(explain_failed(summary.tally, target=target))
-    code: int = ExitCode.OK
-    if signals and stopped is not None:
-        code = 128 + signals[0]
-    elif stopped is not None:
-        code = ExitCode.STOPPED
+        code = 128 + signals[0] if signals else ExitCode.STOPPED
     elif summary.tally.failed or summary.tally.malformed:
         code = ExitCode.INCOMPLETE
+        if summary.tally.failed:
+            say(explain_failed(summary.tally, target=target))
     if as_json:
         print_json(as_plain(summary, exit_code=code))
     raise typer.Exit(code)
@@ -157,12 +152,13 @@ def stop_on_signals(job: ScoringJob) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def describe(summary: Summary, *, shown: int) -> str:
+def describe(summary: Summary, *, malformed_shown: int) -> str:
     """Describe a summary: first how the rows ended, then the cost."""
     tally, calls = summary.tally, summary.calls
     parts = [f"{tally.scored:,} scored", f"{tally.failed:,} failed", f"{tally.skipped:,} skipped"]
     if tally.malformed:
-        parts.append(f"{tally.malformed:,} malformed" + (f" ({shown} shown)" if tally.malformed > shown > 0 else ""))
+        shown = f" ({malformed_shown} shown)" if tally.malformed > malformed_shown > 0 else ""
+        parts.append(f"{tally.malformed:,} malformed{shown}")
     text = ", ".join(parts)
     if summary.before:
         text += f" ({summary.before:,} of them by an earlier run)"
@@ -177,16 +173,12 @@ def describe(summary: Summary, *, shown: int) -> str:
 
 def explain_failed(tally: Tally, *, target: str) -> str:
     """Say what failed first and how to score those rows again. The same command would keep them as they are."""
-    from freewheel.judge.row_files import is_stream
-
     text = f"the first that failed: {tally.first_failure}"
     return text if is_stream(target) else f"{text}. Rows that failed are kept: --retry-failed scores them again"
 
 
 def explain_stop(stopped: Stopped, *, target: str, retry_failed: bool, api_key_env: str | None) -> str:
     """Say why the job stopped, what to do about it, and how to continue."""
-    from freewheel.judge.row_files import is_stream
-
     key = api_key_env or "the key"
     remedies = {
         "interrupted": "stopped",
@@ -210,14 +202,11 @@ def explain_stop(stopped: Stopped, *, target: str, retry_failed: bool, api_key_e
 
 def as_plain(summary: Summary, *, exit_code: int) -> dict[str, object]:
     """Return the summary as one flat JSON object."""
-    import msgspec
-
+    plain: dict[str, object] = msgspec.to_builtins(summary)
     tally, calls = msgspec.to_builtins(summary.tally), msgspec.to_builtins(summary.calls)
-    for momentary in ("in_flight", "limit"):
-        del calls[momentary]
-    stopped = msgspec.to_builtins(summary.stopped)
-    rest = {"before": summary.before, "blank": summary.blank, "elapsed_s": round(summary.elapsed_s, 3)}
-    return {**tally, **rest, "calls": calls, "stopped": stopped, "exit_code": exit_code}
+    calls = {name: count for name, count in calls.items() if name not in ("in_flight", "limit")}  # of the moment
+    del plain["tally"]
+    return {**tally, **plain, "elapsed_s": round(summary.elapsed_s, 3), "calls": calls, "exit_code": exit_code}
 
 
 # -- progress ---------------------------------------------------------------------------------------------------------
@@ -229,107 +218,67 @@ RATE_WINDOW_S = 10.0
 """The rate covers this recent time, so that a resumed start and a burst from the cache drop out of it."""
 
 
-class Reporter(Protocol):
-    def show(self, progress: Progress) -> None: ...
-    def say(self, text: str) -> None: ...
+class Reporter:
+    """Reports a job on stderr: by a bar on a terminal, by a line now and then in a log, or not at all."""
 
-
-class Rate:
-    """Rows and bytes per second over the last `RATE_WINDOW_S`."""
-
-    def __init__(self) -> None:
-        self._samples: list[tuple[float, int, int]] = []
-
-    def add(self, progress: Progress) -> tuple[float, float | None]:
-        """Return rows per second, and seconds to the end where they are known."""
-        samples = self._samples
-        samples.append((progress.elapsed_s, progress.decided, progress.bytes_done))
-        while samples[0][0] < progress.elapsed_s - RATE_WINDOW_S:
-            samples.pop(0)
-        began_s, rows, size = samples[0]
-        took_s = progress.elapsed_s - began_s
-        if took_s <= 0:
-            return 0.0, None
-        bytes_per_s = (progress.bytes_done - size) / took_s
-        left_s = None
-        if progress.bytes_total is not None and bytes_per_s > 0:
-            left_s = (progress.bytes_total - progress.bytes_done) / bytes_per_s
-        return (progress.decided - rows) / took_s, left_s
-
-
-def words(progress: Progress, rows_per_s: float, left_s: float | None) -> str:
-    tally, calls = progress.tally, progress.calls
-    parts = [f"{progress.decided:,} rows", f"{rows_per_s:,.0f}/s"]
-    if left_s is not None:
-        parts.append(f"ETA {duration(left_s)}")
-    parts += [f"{calls.in_flight}/{calls.limit} in flight", f"{calls.throttled:,} 429s"]
-    parts.append(f"{tally.failed + tally.malformed:,} failed")
-    if calls.cost:
-        parts.append(f"cost {calls.cost:.4f}")
-    return "  ".join(parts)
-
-
-def duration(seconds: float) -> str:
-    whole = round(seconds)
-    hours, minutes = whole // 3600, whole // 60 % 60
-    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
-
-
-class Silent:
-    def show(self, progress: Progress) -> None:
-        pass
-
-    def say(self, text: str) -> None:
-        say(text)
-
-
-class LogLine:
-    def __init__(self) -> None:
-        self._rate = Rate()
+    def __init__(self, *, quiet: bool, bar: RichProgress | None = None) -> None:
+        self.malformed = 0
+        self._quiet = quiet
+        self._bar = bar
+        self._samples: deque[tuple[float, int, int]] = deque()
         self._said_s = 0.0
 
-    def show(self, progress: Progress) -> None:
-        rate = self._rate.add(progress)
-        if progress.elapsed_s - self._said_s >= LOG_EVERY_S:
-            self._said_s = progress.elapsed_s
-            say(words(progress, *rate))
-
     def say(self, text: str) -> None:
-        say(text)
+        if self._bar is None:
+            say(text)
+        else:
+            self._bar.console.print(f"freewheel: {text}", markup=False, highlight=False, soft_wrap=True)
+
+    def show_malformed(self, line: int, detail: str) -> None:
+        self.malformed += 1
+        if self.malformed <= MALFORMED_SHOWN:
+            self.say(f"line {line} is malformed: {detail}")
+
+    def show(self, progress: Progress) -> None:
+        text = self._describe(progress)
+        if self._bar is not None:
+            task = self._bar.tasks[0].id
+            self._bar.update(task, total=progress.bytes_total, completed=progress.bytes_done, words=text)
+        elif not self._quiet and progress.elapsed_s - self._said_s >= LOG_EVERY_S:
+            self._said_s = progress.elapsed_s
+            say(text)
+
+    def _describe(self, progress: Progress) -> str:
+        samples, tally, calls = self._samples, progress.tally, progress.calls
+        samples.append((progress.elapsed_s, progress.decided, progress.bytes_done))
+        while samples[0][0] < progress.elapsed_s - RATE_WINDOW_S:
+            samples.popleft()
+        began_s, rows, size = samples[0]
+        took_s = (progress.elapsed_s - began_s) or float("inf")
+        parts = [f"{progress.decided:,} rows", f"{(progress.decided - rows) / took_s:,.0f}/s"]
+        bytes_per_s = (progress.bytes_done - size) / took_s
+        if progress.bytes_total is not None and bytes_per_s > 0:
+            left_s = round((progress.bytes_total - progress.bytes_done) / bytes_per_s)
+            parts.append(f"ETA {datetime.timedelta(seconds=left_s)}")
+        parts += [f"{calls.in_flight}/{calls.limit} in flight", f"{calls.throttled:,} 429s"]
+        parts.append(f"{tally.failed + tally.malformed:,} failed")
+        if calls.cost:
+            parts.append(f"cost {calls.cost:.4f}")
+        return "  ".join(parts)
 
 
 @contextlib.contextmanager
 def make_reporter(*, quiet: bool, rows_on_stdout: bool) -> Iterator[Reporter]:
-    if quiet:
-        yield Silent()
-    elif not sys.stderr.isatty() or (rows_on_stdout and sys.stdout.isatty()):
-        yield LogLine()
-    else:
-        with _bar() as bar:
-            yield bar
-
-
-@contextlib.contextmanager
-def _bar() -> Iterator[Reporter]:
+    if quiet or not sys.stderr.isatty() or (rows_on_stdout and sys.stdout.isatty()):
+        yield Reporter(quiet=quiet)
+        return
     from rich.console import Console
-    from rich.progress import BarColumn, TaskProgressColumn, TextColumn
-    from rich.progress import Progress as RichProgress
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-    console = Console(stderr=True)
     columns = (BarColumn(bar_width=24), TaskProgressColumn(), TextColumn("{task.fields[words]}", markup=False))
-    with RichProgress(*columns, console=console, transient=True) as shown:
-        task = shown.add_task("", total=None, words="starting")
-        rate = Rate()
-
-        class Bar:
-            def show(self, progress: Progress) -> None:
-                text = words(progress, *rate.add(progress))
-                shown.update(task, total=progress.bytes_total, completed=progress.bytes_done, words=text)
-
-            def say(self, text: str) -> None:
-                console.print(f"freewheel: {text}", markup=False, highlight=False, soft_wrap=True)
-
-        yield Bar()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        bar.add_task("", total=None, words="starting")
+        yield Reporter(quiet=False, bar=bar)
 
 
 # -- the cache --------------------------------------------------------------------------------------------------------
@@ -354,13 +303,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="The report as JSON on stdo
 @cache_app.command("stats")
 def stats(cache_dir: CacheDir = None, as_json: AsJson = False) -> None:
     """Show how many replies there are, and how much room they take."""
-    from freewheel.cli.console import plain_errors, print_json, print_text
-
     with plain_errors(), _store(cache_dir) as (store, path):
         found = store.stats() if path.exists() else None
         if as_json:
-            import msgspec
-
             known = msgspec.to_builtins(found) if found is not None else {"path": str(path), "entries": 0}
             print_json({key: value for key, value in known.items() if key not in _OF_A_JUDGE})
         else:
@@ -378,9 +323,6 @@ def clear(
     as_json: AsJson = False,
 ) -> None:
     """Remove replies. They will be asked for, and paid for, again."""
-    from freewheel.cli.console import plain_errors, print_json, print_text
-    from freewheel.errors import ConfigError
-
     with plain_errors(), _store(cache_dir) as (store, path):
         age_s = parse_age_s(older_than) if older_than is not None else None
         removed = 0
@@ -405,9 +347,6 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write every reply, however old, as a JSON line: key, text, tokens, times."""
-    from freewheel.cli.console import plain_errors, print_json, say, writing_stdout
-    from freewheel.errors import ConfigError
-
     with plain_errors(), _store(cache_dir) as (store, path):
         if as_json and target == "-":
             raise ConfigError("--json", True, "stdout takes the replies already; write them to a file")
@@ -417,7 +356,7 @@ def export(
                 _write_lines(sys.stdout.buffer, entries)
             return
         try:
-            count = _write_file(target, entries, overwrite=overwrite)
+            count = _write_file(Path(target), entries, overwrite=overwrite)
         except OSError as error:
             raise ConfigError("FILE", target, f"it cannot be written: {error.strerror}") from None
     if as_json:
@@ -426,42 +365,34 @@ def export(
         say(f"{count:,} replies written to {target}")
 
 
-def _write_file(target: str, entries: Iterator[dict[str, object]], *, overwrite: bool) -> int:
+def _write_file(target: Path, entries: Iterator[dict[str, object]], *, overwrite: bool) -> int:
     """Write lines to a file for this user only, whole or not at all. A device or a FIFO is written as it is.
 
     A link is followed: its target is replaced, and the link stays.
     """
-    from freewheel.errors import ConfigError
-
-    try:
-        is_file = stat.S_ISREG(Path(target).stat().st_mode)
-    except FileNotFoundError:
-        pass
-    else:
-        if not is_file:
-            with os.fdopen(os.open(target, os.O_WRONLY | os.O_CLOEXEC), "wb") as stream:
-                return _write_lines(stream, entries)
-        if not overwrite:
-            raise ConfigError("FILE", target, "it exists already; give another file, or --overwrite to replace it")
-    path = Path(target).resolve()
+    if target.exists() and not target.is_file():
+        with os.fdopen(os.open(target, os.O_WRONLY | os.O_CLOEXEC), "wb") as stream:
+            return _write_lines(stream, entries)
+    if target.exists() and not overwrite:
+        raise ConfigError("FILE", str(target), "it exists already; give another file, or --overwrite to replace it")
+    path = target.resolve()
     fd, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=".part")  # its mode is 0600
-    part = Path(name)
     try:
         with os.fdopen(fd, "wb") as file:
             count = _write_lines(file, entries)
             os.fsync(file.fileno())
-        part.replace(path)
+        Path(name).replace(path)
     finally:
-        part.unlink(missing_ok=True)
+        Path(name).unlink(missing_ok=True)
     return count
 
 
 def _write_lines(file: BinaryIO, entries: Iterator[dict[str, object]]) -> int:
-    import msgspec
-
     encode, count = msgspec.json.Encoder().encode, 0
     for entry in entries:
-        file.write(encode(_encodable(entry)) + b"\n")
+        # A judge may have sent lone surrogates, which UTF-8 cannot encode.
+        text = str(entry["text"]).encode("utf-8", "replace").decode()
+        file.write(encode({**entry, "text": text}) + b"\n")
         count += 1
     file.flush()
     return count
@@ -469,8 +400,6 @@ def _write_lines(file: BinaryIO, entries: Iterator[dict[str, object]]) -> int:
 
 def parse_age_s(text: str) -> float:
     """Convert an age such as `7d` to seconds."""
-    from freewheel.errors import ConfigError
-
     try:
         age_s = float(text[:-1]) * _UNITS_S[text[-1:]]
     except (ValueError, KeyError):
@@ -494,8 +423,6 @@ def _store(configured: str | None) -> Iterator[tuple[Store, Path]]:
 
 
 def _describe(found: StoreStats) -> str:
-    import datetime
-
     def when(at: float | None) -> str:
         return datetime.datetime.fromtimestamp(at).isoformat(" ", "seconds") if at is not None else "-"
 
@@ -508,10 +435,3 @@ def _describe(found: StoreStats) -> str:
         *(("set aside", name) for name in found.set_aside),
     ]
     return "\n".join(f"{name:<10}{value}" for name, value in lines)
-
-
-def _encodable(entry: dict[str, object]) -> dict[str, object]:
-    """Replace lone surrogates, which a judge may have sent and UTF-8 cannot encode."""
-    text = entry["text"]
-    assert isinstance(text, str)
-    return entry if text.isascii() else {**entry, "text": text.encode("utf-8", "replace").decode()}

@@ -7,14 +7,15 @@ Nothing heavy is imported before a command runs.
 from __future__ import annotations
 
 import contextlib
-import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from freewheel.cli.console import ExitCode, fail, plain_errors, print_json, print_rich, print_text, say
 from freewheel.cli.flags import ConfigNameFlag, ConfigPathFlag
+from freewheel.errors import ConfigError
 
 if TYPE_CHECKING:
     from freewheel.rollout.evaluation import Estimate, EvalResult
@@ -55,10 +56,11 @@ def train(
 
     Without settings the built-in model learns word problems on this machine, with or without a GPU.
     """
-    with _plain_errors():
+    with plain_errors():
         if not dry_run:
             _require(TRAINS)
-        _refuse_resume_flag(resume_flag)
+        if resume_flag is not None:
+            raise ConfigError("--resume", resume_flag, f"it is a setting, not a flag: write resume={resume_flag}")
         from freewheel.runtime.start import find_local_modules
 
         find_local_modules()
@@ -97,9 +99,7 @@ def evaluate(
     """Measure a model on held-out prompts, in this process and without Ray."""
     import asyncio
 
-    from freewheel.cli.console import print_json, print_text, say
-
-    with _plain_errors():
+    with plain_errors():
         _require(EVALUATES)
         from freewheel.rollout.engines import find_engine
         from freewheel.runtime.evaluation import eval_config, find_target, run_evaluation
@@ -107,14 +107,8 @@ def evaluate(
 
         find_local_modules()
 
-        given: dict[str, Any] = {
-            "task": task,
-            "data": data,
-            "prompts": prompts,
-            "samples": samples,
-            "temperature": temperature,
-            "engine": engine,
-        }
+        given: dict[str, Any] = {"task": task, "data": data, "prompts": prompts, "samples": samples}
+        given |= {"temperature": temperature, "engine": engine}
         with _name_flags_in_errors({"target": target, **given}):
             config = eval_config(find_target(target), **given)
             factory = find_engine(config.rollout.engine)
@@ -128,49 +122,38 @@ def evaluate(
             print_text(_format_result(target, config, result))
         if result.failed:
             say(f"warning: {result.failed} responses have no score and were left out")
-            raise typer.Exit(1)
+            raise typer.Exit(ExitCode.INCOMPLETE)
 
 
 def _print_plan(overrides: list[str], config_path: str | None, config_name: str | None) -> None:
-    """Print the plan, in colour on a terminal. Without a plan, print every setting that is refused."""
-    from rich.console import Console
-
-    from freewheel.cli.console import writing_stdout
+    """Print the plan. Without a plan, print every setting that is refused."""
     from freewheel.doctor.run import find_concerns, read_run
     from freewheel.runtime.plan import render
 
     run = read_run(overrides, config_path, config_name)
     if run.plan is None:
-        _refuse(finding.detail for finding in run.findings)
-    with writing_stdout():
-        Console(file=sys.stdout, soft_wrap=True, highlight=False).print(render(run.plan, find_concerns(run.plan)))
+        raise fail(*(finding.detail for finding in run.findings))
+    print_rich(render(run.plan, find_concerns(run.plan)))
 
 
 def _result_object(target: str, config: TrainConfig, result: EvalResult) -> dict[str, Any]:
     prompts, samples = result.scores.shape
+    # msgspec writes NaN, which JSON does not have, as null.
     return {
         "model": target,
         "task": config.data.task,
-        "mean_reward": _number(result.mean),
-        "standard_error": _number(result.reward.error),
-        "parts": {
-            name: {"mean": _number(part.mean), "standard_error": _number(part.error)}
-            for name, part in result.parts.items()
-        },
-        "best_of_samples": _number(result.best),
+        "mean_reward": result.mean,
+        "standard_error": result.reward.error,
+        "parts": {name: {"mean": part.mean, "standard_error": part.error} for name, part in result.parts.items()},
+        "best_of_samples": result.best,
         "prompts": prompts,
         "samples": samples,
         "temperature": config.eval.temperature,
         "failed": result.failed,
-        "truncated_share": _number(result.truncated_share),
-        "mean_tokens": _number(result.mean_tokens),
-        "per_prompt": [_number(value) for value in result.per_prompt.tolist()],
+        "truncated_share": result.truncated_share,
+        "mean_tokens": result.mean_tokens,
+        "per_prompt": result.per_prompt.tolist(),
     }
-
-
-def _number(value: float) -> float | None:
-    """Return None for NaN, which JSON does not have."""
-    return None if value != value else value
 
 
 def _format_result(target: str, config: TrainConfig, result: EvalResult) -> str:
@@ -189,26 +172,6 @@ def _format_estimate(found: Estimate) -> str:
     return f"{found.mean:.3f}" if found.error != found.error else f"{found.mean:.3f} ± {found.error:.3f}"
 
 
-@contextlib.contextmanager
-def _plain_errors() -> Iterator[None]:
-    """End the program with one line and no traceback when a setting or a file cannot work."""
-    from freewheel.errors import ConfigError, DataError
-
-    try:
-        yield
-    except (ConfigError, DataError) as error:
-        _refuse([str(error)])
-
-
-def _refuse(errors: Iterable[str]) -> NoReturn:
-    """Print a line for each error, red on a terminal, and end the program."""
-    from freewheel.cli.console import ExitCode
-
-    for error in errors:
-        typer.secho(f"freewheel: error: {error}", fg="red", err=True)
-    raise typer.Exit(ExitCode.USAGE) from None
-
-
 FLAGS = {
     "model.path": ("target", "RUN_OR_MODEL"),
     "data.task": ("task", "--task"),
@@ -225,8 +188,6 @@ FLAGS = {
 @contextlib.contextmanager
 def _name_flags_in_errors(given: Mapping[str, Any]) -> Iterator[None]:
     """Name the flag instead of the key in errors about a value that came from a flag."""
-    from freewheel.errors import ConfigError
-
     try:
         yield
     except ConfigError as error:
@@ -236,14 +197,7 @@ def _name_flags_in_errors(given: Mapping[str, Any]) -> Iterator[None]:
         raise error.renamed(flag) from error
 
 
-def _refuse_resume_flag(resume: str | None) -> None:
-    from freewheel.errors import ConfigError
-
-    if resume is not None:
-        raise ConfigError("--resume", resume, f"it is a setting, not a flag: write resume={resume}")
-
-
 def _require(packages: tuple[str, ...]) -> None:
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
-        _refuse([f"training needs {', '.join(missing)}: pip install 'freewheel[train]'"])
+        raise fail(f"training needs {', '.join(missing)}: pip install 'freewheel[train]'")

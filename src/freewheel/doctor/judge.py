@@ -8,6 +8,7 @@ Called by `freewheel doctor`. It costs one short judgement.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -78,68 +79,53 @@ def at_url(url: str, model: str, key_variable: str | None) -> JudgeConfig:
 
 def ask(config: JudgeConfig, endpoint: Endpoint, *, model_key: str) -> list[Finding]:
     """Ask an endpoint once. `model_key`: the setting or flag that names the model."""
-    return [asyncio.run(_asked(config, endpoint, model_key))]
+    model = endpoint.model or config.model
+    began = time.monotonic()
+    reply, models = asyncio.run(_ask(config, endpoint, model))
+    where, rubric = f"{endpoint.url}, {model}", config.loaded_rubric
+    if isinstance(reply, Failure):
+        variable = endpoint.api_key_env or config.api_key_env or "OPENAI_API_KEY"
+        return [_explain(reply, where, {"variable": variable, "model_key": model_key, "url": endpoint.url}, models)]
+    if reply.cut_off:
+        return [problem(WHAT, f"{where}: the reply was cut off, and such a reply is no score: raise max_tokens")]
+    try:
+        value = make_reader(rubric)(reply.text).value
+    except Unparseable as error:
+        return [problem(WHAT, f"{where}: it answers, but not as the rubric {rubric.name} asks: {error}")]
+    return [ok(WHAT, f"{where}: a score of {value:g} after {time.monotonic() - began:.2f} s")]
 
 
-async def _asked(config: JudgeConfig, endpoint: Endpoint, model_key: str) -> Finding:
+async def _ask(config: JudgeConfig, endpoint: Endpoint, model: str) -> tuple[Reply | Failure, Sequence[str]]:
+    """Return the endpoint's reply, and its models if it does not know ours."""
     limit_s = min(CALL_S, config.attempt_timeout_s)
+    models: Sequence[str] = ()
     connector = open_connector(config)
     client = ChatClient(connector, config, endpoint)
-    model = endpoint.model or config.model
     try:
         body = BodyWriter(config, model, PromptBuilder(config.loaded_rubric, local_secret(None)))
-        began = time.monotonic()
-        try:
+        reply: Reply | Failure = Failure(Kind.TIMEOUT, f"no answer within {limit_s:g} s")
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 reply = await client.ask(body.write(QUESTION, reask=False))
-        except TimeoutError:
-            reply = Failure(Kind.TIMEOUT, f"no answer within {limit_s:g} s")
-        took_s = time.monotonic() - began
-        models: Sequence[str] = ()
         if isinstance(reply, Failure) and reply.kind is Kind.NOT_FOUND:
-            models = await _models(client)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(MODELS_S):
+                    models = await client.models()
     finally:
         await client.close()
         await connector.close()
-    if isinstance(reply, Reply):
-        return judged_reply(config, reply, f"{endpoint.url}, {model}", took_s)
-    variable = endpoint.api_key_env or config.api_key_env or "OPENAI_API_KEY"
-    words = {"variable": variable, "model_key": model_key, "url": endpoint.url}
-    return judged_failure(reply, f"{endpoint.url}, {model}", words, models)
+    return reply, models
 
 
-async def _models(client: ChatClient) -> list[str]:
-    try:
-        async with asyncio.timeout(MODELS_S):
-            return await client.models()
-    except TimeoutError:
-        return []
-
-
-def judged_reply(config: JudgeConfig, reply: Reply, where: str, took_s: float) -> Finding:
-    """Check an answer: the rubric decides whether it is a score."""
-    if reply.cut_off:
-        detail = f"{where}: the reply was cut off, and such a reply is no score: raise max_tokens"
-        return problem(WHAT, detail)
-    try:
-        value = make_reader(config.loaded_rubric)(reply.text).value
-    except Unparseable as error:
-        rubric = config.loaded_rubric.name
-        return problem(WHAT, f"{where}: it answers, but not as the rubric {rubric} asks: {error}")
-    return ok(WHAT, f"{where}: a score of {value:g} after {took_s:.2f} s")
-
-
-def judged_failure(failure: Failure, where: str, words: Mapping[str, str], models: Sequence[str] = ()) -> Finding:
-    told = failure.detail.removeprefix(f"{words['url']}: ")  # `where` names it
+def _explain(failure: Failure, where: str, words: dict[str, str], models: Sequence[str]) -> Finding:
+    detail = failure.detail.removeprefix(f"{words['url']}: ")  # `where` names it
     if failure.kind not in FAULTS:
         after = "" if failure.retry_after_s is None else f", for {failure.retry_after_s:g} s"
-        detail = f"{where}: key and address are right, and it asks for patience{after}: {told}"
-        return warning(WHAT, detail, LATER)
+        return warning(WHAT, f"{where}: key and address are right, and it asks for patience{after}: {detail}", LATER)
     meaning, remedy = FAULTS[failure.kind]
-    known = ""
     if models:
         left = f" and {len(models) - NAMED} more" if len(models) > NAMED else ""
-        known = f"; it has {', '.join(models[:NAMED])}{left}"
-        words = {**words, "model": models[0]}
+        detail += f"; it has {', '.join(models[:NAMED])}{left}"
         remedy = "{model_key}={model}" if "." in words["model_key"] else "{model_key} {model}"
-    return problem(WHAT, f"{where}: {meaning}: {told}{known}", remedy.format(**words))
+        words = {**words, "model": models[0]}
+    return problem(WHAT, f"{where}: {meaning}: {detail}", remedy.format(**words))

@@ -1,7 +1,6 @@
 """Checks the installed software and whether it fits together: Python, freewheel's extras, torch, vLLM, Ray.
 
-The required releases come from freewheel's own metadata. torch is asked in a child process. vLLM takes long to import,
-so its files are read instead.
+The required releases come from freewheel's own metadata. torch is asked in a child process.
 """
 
 from __future__ import annotations
@@ -12,12 +11,11 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 
 import freewheel
 from freewheel.doctor.machine import GpuDriver
 from freewheel.errors import ConfigError
-from freewheel.utils.findings import ChildAnswer, Finding, ok, problem, run_in_child, warning
+from freewheel.utils.findings import Finding, ok, problem, run_in_child, warning
 
 PACKAGE = "freewheel"
 TRAIN = "train"
@@ -113,28 +111,25 @@ def packages(
         detail = f"{freewheel.__version__}, run from its source and not installed: which packages it needs is not known"
         yield warning(PACKAGE, detail, f"pip install -e '.[{TRAIN}]'")
         return
-    needs = requirements() if needs is None else list(needs)
-    base = [trouble for one in needs if not one.extra and (trouble := _trouble(one, have))]
-    by_extra = {name: [one for one in needs if one.extra == name] for name in EXTRAS}
-    complete = [name for name, wanted in by_extra.items() if wanted and not any(_trouble(one, have) for one in wanted)]
+    faults: dict[str, list[str]] = {}
+    for need in requirements() if needs is None else needs:
+        release = have(need.name)
+        found = faults.setdefault(need.extra, [])
+        if release is None:
+            found.append(f"{need.name} is missing")
+        elif not need.allows(release):
+            found.append(f"{need.name} {release} is installed, and {need} is needed")
+    complete = [name for name in EXTRAS if faults.get(name) == []]
     missing = [name for name in EXTRAS if name != TRAIN and name not in complete]
-    said = f"{freewheel.__version__}; extras: {', '.join(complete) or 'none'}"
-    said += f"; not installed: {', '.join(missing)}" if missing else ""
-    if base:
-        yield problem(PACKAGE, f"{said}; {'; '.join(base)}", f"pip install --upgrade {PACKAGE}")
+    detail = f"{freewheel.__version__}; extras: {', '.join(complete) or 'none'}"
+    detail += f"; not installed: {', '.join(missing)}" if missing else ""
+    if faults.get(""):
+        yield problem(PACKAGE, f"{detail}; {'; '.join(faults[''])}", f"pip install --upgrade {PACKAGE}")
     else:
-        yield ok(PACKAGE, said)
-    lacking = [trouble for one in by_extra[TRAIN] if (trouble := _trouble(one, have))]
-    if lacking:
-        judged = problem if trains else warning
-        yield judged("training", f"not possible here: {'; '.join(lacking)}", f"pip install '{PACKAGE}[{TRAIN}]'")
-
-
-def _trouble(needed: Requirement, have: Installed) -> str:
-    release = have(needed.name)
-    if release is None:
-        return f"{needed.name} is missing"
-    return "" if needed.allows(release) else f"{needed.name} {release} is installed, and {needed} is needed"
+        yield ok(PACKAGE, detail)
+    if faults.get(TRAIN):
+        state = problem if trains else warning
+        yield state("training", f"not possible here: {'; '.join(faults[TRAIN])}", f"pip install '{PACKAGE}[{TRAIN}]'")
 
 
 # -- torch ------------------------------------------------------------------------------------------------------------
@@ -152,88 +147,50 @@ print(json.dumps(found))
 """
 
 
-def torch(driver: GpuDriver) -> Iterator[Finding]:
-    if find_spec("torch") is not None:  # `packages` reports it if it is missing
-        yield judged_torch(run_in_child(LOOK_AT_TORCH, limit_s=TORCH_S), driver)
-
-
-def judged_torch(answer: ChildAnswer, driver: GpuDriver) -> Finding:
-    """Check torch against the GPUs and the driver."""
+def torch(driver: GpuDriver | None) -> Iterator[Finding]:
+    """Check torch against the GPUs and the driver. `driver`: None if it is unknown."""
+    if find_spec("torch") is None:
+        return  # `packages` reports it
+    answer, driver = run_in_child(LOOK_AT_TORCH, limit_s=TORCH_S), driver or GpuDriver()
     if answer.why:
-        again = "pip install --force-reinstall torch"
-        return problem("torch", f"it cannot be imported: {answer.why}", again)
+        yield problem("torch", f"it cannot be imported: {answer.why}", "pip install --force-reinstall torch")
+        return
     version, cuda = str(answer.values["version"]), answer.values["cuda"]
-    built = f"{version}, built for CUDA {cuda}" if cuda else f"{version}, built without CUDA"
-    if not driver.gpus or answer.values.get("hip"):
-        return ok("torch", built)
-    here = ", ".join(sorted({gpu.name for gpu in driver.gpus}))
-    if not cuda:
-        return problem("torch", f"{built}: {here} is here and cannot be used", _other_build(driver))
-    if driver.cuda and numbers(cuda)[0] > driver.cuda[0]:
-        most = ".".join(map(str, driver.cuda))
-        detail = f"{built}, and the driver ({driver.release}) goes up to CUDA {most}"
-        return problem("torch", detail, _other_build(driver))
-    if not answer.values["available"]:
-        why = answer.values["why"] or "it does not say why"
-        return problem("torch", f"{built}, and it cannot use {here}: {why}", "nvidia-smi")
-    return ok("torch", f"{built}; driver {driver.release}")
-
-
-def _other_build(driver: GpuDriver) -> str:
-    """Return the command for a torch that this driver can run."""
-    build = BUILDS.get(driver.cuda[0]) if driver.cuda else None
+    detail = f"{version}, built for CUDA {cuda}" if cuda else f"{version}, built without CUDA"
+    gpus = ", ".join(sorted({gpu.name for gpu in driver.gpus}))
+    build = BUILDS.get(numbers(driver.cuda)[0]) if driver.cuda else None
     index = f" --index-url https://download.pytorch.org/whl/{build}" if build else ""
-    return f"pip install --force-reinstall torch{index}"
+    other_build = f"pip install --force-reinstall torch{index}"
+    if not driver.gpus or answer.values.get("hip"):
+        yield ok("torch", detail)
+    elif not cuda:
+        yield problem("torch", f"{detail}: {gpus} is here and cannot be used", other_build)
+    elif driver.cuda and numbers(cuda)[0] > numbers(driver.cuda)[0]:
+        detail += f", and the driver ({driver.release}) goes up to CUDA {driver.cuda}"
+        yield problem("torch", detail, other_build)
+    elif not answer.values["available"]:
+        why = answer.values["why"] or "it does not say why"
+        yield problem("torch", f"{detail}, and it cannot use {gpus}: {why}", "nvidia-smi")
+    else:
+        yield ok("torch", f"{detail}; driver {driver.release}")
 
 
-# -- vLLM -------------------------------------------------------------------------------------------------------------
-
-LABELS = ("v1/engine/async_llm.py", "def update_weight_version")
-"""Present in releases that label tokens with the weights that made them."""
-AT_ONCE = ("v1/engine/core_client.py", "def pause_scheduler_async")
-"""Present in releases that pause without a sleep."""
+# -- vLLM and Ray -----------------------------------------------------------------------------------------------------
 
 
 def vllm(*, wanted: bool) -> Iterator[Finding]:
-    """Check vLLM. `wanted`: the run generates with it; `run` then checks the configuration."""
+    """Check vLLM. `wanted`: the run generates with it, and the check of the configuration reports what it lacks."""
     from freewheel.rollout.vllm import api
 
     release = api.installed()
-    if release is None:
-        if not wanted:
-            yield ok("vLLM", "not installed; rollout.engine=native generates")
-        return
     try:
         api.require()
+        yield ok("vLLM", f"{release}")
     except ConfigError as error:
-        if not wanted:
+        if not wanted and release is None:
+            yield ok("vLLM", "not installed; rollout.engine=native generates")
+        elif not wanted:
             yield warning("vLLM", str(error).partition(": ")[2], "pip install --upgrade 'freewheel[vllm]'")
-        return
-    yield ok("vLLM", f"{release}: {', '.join(features(_folder('vllm')))}")
-
-
-def features(folder: Path | None) -> list[str]:
-    """Describe the optional features of a release."""
-    labels, at_once = (_says(folder, *mark) for mark in (LABELS, AT_ONCE))
-    return [
-        "each token labelled with its weights" if labels else "tokens told apart by when they were made",
-        "pauses at once" if at_once else "pauses within 20 ms",
-    ]
-
-
-def _says(folder: Path | None, file: str, text: str) -> bool:
-    try:
-        return folder is not None and text in (folder / file).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
-
-
-def _folder(package: str) -> Path | None:
-    found = find_spec(package)
-    return Path(found.origin).parent if found is not None and found.origin else None
-
-
-# -- Ray --------------------------------------------------------------------------------------------------------------
 
 
 def ray(address: str | None, environ: Mapping[str, str], *, have: Installed = installed) -> Iterator[Finding]:

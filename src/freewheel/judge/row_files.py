@@ -16,14 +16,15 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from freewheel.errors import ConfigError
 from freewheel.judge.config import JudgeConfig
 from freewheel.judge.request import JudgeRequest
-from freewheel.judge.verdict import Failed, Scored, Usage, Verdict
+from freewheel.judge.verdict import Failed, Scored, Skipped, Usage, Verdict
 
 READ_BYTES = 1 << 18
 """Large enough that a read costs nothing per line, small enough that its lines fit the window of a job."""
@@ -33,13 +34,11 @@ MAX_ROW_BYTES = 2 * MAX_LINE_BYTES
 """A row is its line and a verdict, and a judge's reply is much shorter than a line may be."""
 MALFORMED = "malformed"
 """The reason of a row that could not be read; no judge has seen it."""
-REMEDY = "give another output file, or --overwrite to begin anew"
-UTF8_BOM = b"\xef\xbb\xbf"
+REMEDY = "give another output file, or --overwrite to start over"
 _KEY_HEX_DIGITS = 16
 """64 bits: enough to recognise the line that was scored, short enough to be in each row."""
 _LOCK_TRIES = 8
 """A file can be replaced between opening and locking it, but not again and again."""
-_NO_USAGE = Usage()
 
 
 # -- lines ------------------------------------------------------------------------------------------------------------
@@ -55,59 +54,37 @@ class Line(NamedTuple):
     start: int
     end: int
     """The line's bytes in the file, newline included."""
-    complete: bool = True
+    is_complete: bool = True
     """False for a last line without a newline."""
-    too_long: bool = False
+    is_too_long: bool = False
 
 
-class Lines:
-    """Reads `fd` to its end in constant memory: one block and at most `max_line_bytes`."""
+def read_lines(fd: int, first: int = 1, *, max_bytes: int = MAX_LINE_BYTES) -> Iterator[list[Line]]:
+    """The lines from number `first` on, one list per read: lines of a slow pipe are returned at once.
 
-    def __init__(self, fd: int, *, max_line_bytes: int = MAX_LINE_BYTES) -> None:
-        self._fd = fd
-        self._max = max_line_bytes
-        self._number = 0
-        self._start = 0
-        self._pieces: list[bytes] = []
-        self._held = 0
-
-    def blocks(self, first: int = 1) -> Iterator[list[Line]]:
-        """The lines from number `first` on, one list per read: lines of a slow pipe are returned at once."""
-        while data := os.read(self._fd, READ_BYTES):
-            *texts, rest = data.split(b"\n")
-            lines = [self._end_line(text) for text in texts]
-            self._carry(rest)
-            if lines and lines[-1].number >= first:
-                yield [line for line in lines if line.number >= first]
-        if self._held:
-            last = self._end_line(b"", complete=False)
-            if last.number >= first:
-                yield [last]
-
-    def _carry(self, piece: bytes) -> None:
-        """Keep the start of a line whose end is not read yet. Above the limit only its length counts."""
-        self._held += len(piece)
-        if self._held > self._max:
-            self._pieces = []
-        elif piece:
-            self._pieces.append(piece)
-
-    def _end_line(self, text: bytes, *, complete: bool = True) -> Line:
-        length = self._held + len(text)
-        too_long = length > self._max
-        if too_long:
-            text = b""
-        elif self._pieces:
-            text = b"".join([*self._pieces, text])
-        self._number += 1
-        end = self._start + length + complete
-        line = Line(self._number, text, self._start, end, complete, too_long)
-        self._pieces, self._held, self._start = [], 0, end
-        return line
-
-
-def is_blank(text: bytes) -> bool:
-    return not text or text.isspace()
+    Memory is constant: a block and at most `max_bytes`.
+    """
+    number = start = dropped = 0
+    rest = b""
+    is_open = True
+    while is_open:
+        data = os.read(fd, READ_BYTES)
+        is_open = bool(data)
+        *texts, rest = (rest + data).split(b"\n")
+        if not is_open and (rest or dropped):
+            texts.append(rest)
+        lines: list[Line] = []
+        for text in texts:
+            number += 1
+            length = dropped + len(text)
+            end = start + length + is_open
+            is_too_long = length > max_bytes
+            lines.append(Line(number, b"" if is_too_long else text, start, end, is_open, is_too_long))
+            start, dropped = end, 0
+        if dropped or len(rest) > max_bytes:  # of a line that is too long only the length counts
+            dropped, rest = dropped + len(rest), b""
+        if number >= first and lines:
+            yield [line for line in lines if line.number >= first]
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------
@@ -124,11 +101,11 @@ class Fields(msgspec.Struct, frozen=True, kw_only=True):
     """The key under which the verdict is added."""
 
     def __post_init__(self) -> None:
-        names = msgspec.structs.astuple(self)
-        for key, name in zip(self.__struct_fields__, names, strict=True):
+        names = msgspec.structs.asdict(self)
+        for key, name in names.items():
             if not name:
                 raise ConfigError(f"{key}_field", name, "give the field's name")
-            if names.count(name) > 1:
+            if list(names.values()).count(name) > 1:
                 raise ConfigError(f"{key}_field", name, "another field has this name; give each its own")
 
 
@@ -136,61 +113,58 @@ class MalformedRowError(ValueError):
     """The line holds no row. The message names the fault."""
 
 
-class _Entry(msgspec.Struct, kw_only=True):
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
     """What is added to a row, without the fields that have no value."""
 
     line: int
     status: str
     score: float | None
     key: str
-    raw: str | msgspec.UnsetType = msgspec.UNSET
-    parts: dict[str, float] | msgspec.UnsetType = msgspec.UNSET
-    reason: str | msgspec.UnsetType = msgspec.UNSET
-    detail: str | msgspec.UnsetType = msgspec.UNSET
-    attempts: int | msgspec.UnsetType = msgspec.UNSET
-    cached: bool | msgspec.UnsetType = msgspec.UNSET
-    usage: dict[str, int] | msgspec.UnsetType = msgspec.UNSET
+    raw: str | UnsetType = UNSET
+    parts: dict[str, float] | UnsetType = UNSET
+    reason: str | UnsetType = UNSET
+    detail: str | UnsetType = UNSET
+    attempts: int | UnsetType = UNSET
+    cached: bool | UnsetType = UNSET
+    usage: dict[str, int] | UnsetType = UNSET
 
-
-class WrittenEntry(msgspec.Struct, frozen=True):
-    """The part of an entry that a later run needs."""
-
-    line: int
-    status: str
-    key: str
-    reason: str = ""
-    detail: str = ""
-    cached: bool = False
-
-
-class _Decoder(Protocol):
-    def decode(self, buf: bytes, /) -> Any: ...
+    @classmethod
+    def of(cls, line: int, key: str, verdict: Verdict) -> Entry:
+        entry: dict[str, Any] = {"line": line, "status": verdict.status, "score": None, "key": key}
+        if isinstance(verdict, Scored):
+            entry |= {"score": verdict.value, "raw": verdict.raw, "cached": verdict.cached}
+            entry["parts"] = verdict.parts or UNSET
+        else:
+            entry["reason"] = verdict.reason
+        if not isinstance(verdict, Skipped):
+            usage = {name: getattr(verdict.usage, name) for name in Usage.__struct_fields__}
+            entry |= {"attempts": verdict.attempts, "usage": usage if any(usage.values()) else UNSET}
+        if isinstance(verdict, Failed):
+            entry["detail"] = verdict.detail or UNSET
+        return cls(**entry)
 
 
 class RowFormat:
     """Reads and writes the rows of one job."""
 
     def __init__(self, config: JudgeConfig, fields: Fields) -> None:
-        self.fields = fields
-        text = str | None
+        self._verdict = fields.verdict
+        self._response = fields.response
+        text = (str | None, None)
         row = msgspec.defstruct(
             "Row",
             [
-                ("response", text, None),
-                ("prompt", text, None),
-                ("reference", text, None),
+                ("response", *text),
+                ("prompt", *text),
+                ("reference", *text),
                 ("skip", str | bool | None, None),
-                ("verdict", msgspec.Raw, msgspec.Raw()),
+                ("verdict", Any, UNSET),
             ],
             rename=msgspec.structs.asdict(fields),
         )
-        self._decoder: _Decoder = msgspec.json.Decoder(row)
-        self._row = row
-        written = msgspec.defstruct("Written", [("verdict", WrittenEntry)], rename={"verdict": fields.verdict})
-        self._written_decoder: _Decoder = msgspec.json.Decoder(written)
-        self._written = written
-        self._encode = msgspec.json.Encoder().encode
-        self._opening = self._encode(fields.verdict) + b":"
+        written = msgspec.defstruct("Written", [("verdict", Entry)], rename={"verdict": fields.verdict})
+        self._row_decoder = msgspec.json.Decoder(row)
+        self._written_decoder = msgspec.json.Decoder(written)
         # Without the endpoint: a run may continue at another address that serves the same model.
         judge = (
             config.endpoints[0].model or config.model,
@@ -203,28 +177,27 @@ class RowFormat:
 
     def read(self, line: Line) -> JudgeRequest:
         """The request in a line. Raises `MalformedRowError` if there is none."""
-        if line.too_long:
+        if line.is_too_long:
             raise MalformedRowError(f"the line is longer than {MAX_LINE_BYTES >> 20} MiB")
-        text = line.text
-        if not text.isascii():
-            try:
-                text.decode()
-            except UnicodeDecodeError as error:
-                raise MalformedRowError(f"not UTF-8: byte {error.start + 1} is 0x{text[error.start]:02x}") from None
         try:
-            row = _decode(self._decoder, self._row, text)
+            if not line.text.isascii():
+                line.text.decode()
+            row = _decode(self._row_decoder, line.text)
+        except UnicodeDecodeError as error:
+            raise MalformedRowError(f"not UTF-8: byte {error.start + 1} is 0x{line.text[error.start]:02x}") from None
         except msgspec.ValidationError as error:
-            raise MalformedRowError(_in_plain_words(str(error))) from None
+            # msgspec's message without its path syntax: "Expected `str | null`, got `int` - at `$.response`".
+            text = str(error).replace("`$.", "`").replace("`", "'").replace("str", "text")
+            raise MalformedRowError(text) from None
         except (ValueError, RecursionError) as error:
             raise MalformedRowError(f"not JSON: {str(error).removeprefix('JSON is malformed: ')}") from None
-        if len(bytes(row.verdict)):
-            raise MalformedRowError(
-                f"the row has a field {self.fields.verdict!r} already; choose another name with --verdict-field"
-            )
+        if row.verdict is not UNSET:
+            name = self._verdict
+            raise MalformedRowError(f"the row has a field {name!r} already; choose another name with --verdict-field")
         if row.skip:
             return JudgeRequest(row.response or "", skip=row.skip if isinstance(row.skip, str) else "skip")
         if row.response is None:
-            raise MalformedRowError(f"it has no text in {self.fields.response!r}")
+            raise MalformedRowError(f"it has no text in {self._response!r}")
         return JudgeRequest(row.response, row.prompt or "", row.reference or "")
 
     def key(self, request: JudgeRequest) -> str:
@@ -234,46 +207,25 @@ class RowFormat:
         digest.update(b"%d:%d:%d:" % tuple(map(len, texts)) + b"".join(texts))
         return digest.hexdigest()[:_KEY_HEX_DIGITS]
 
-    def malformed_key(self, line: Line) -> str:
-        """The key of a line that could not be read."""
-        return hashlib.sha256(line.text).hexdigest()[:_KEY_HEX_DIGITS]
+    def malformed_entry(self, line: Line, detail: str) -> Entry:
+        key = hashlib.sha256(line.text).hexdigest()[:_KEY_HEX_DIGITS]
+        return Entry(line=line.number, status="failed", score=None, key=key, reason=MALFORMED, detail=detail)
 
-    def write(self, line: Line, key: str, verdict: Verdict) -> bytes:
-        """The row with its verdict, newline included."""
-        entry = _Entry(line=line.number, status=verdict.status, score=None, key=key)
-        if isinstance(verdict, Scored):
-            entry.score = verdict.value
-            entry.raw = verdict.raw
-            if verdict.parts:
-                entry.parts = verdict.parts
-            entry.cached = verdict.cached
-        else:
-            entry.reason = verdict.reason
-        if isinstance(verdict, Failed) and verdict.detail:
-            entry.detail = verdict.detail
-        if isinstance(verdict, Scored | Failed):
-            entry.attempts = verdict.attempts
-            if verdict.usage != _NO_USAGE:
-                entry.usage = {name: getattr(verdict.usage, name) for name in Usage.__struct_fields__}
-        row = line.text.rstrip()
-        return b"%b,%b%b}\n" % (row[:-1], self._opening, self._encode(entry))
+    def write(self, line: Line, entry: Entry) -> bytes:
+        """The row with its verdict, newline included. A malformed row has nothing else: it cannot be passed through."""
+        before = b"{" if entry.reason == MALFORMED else line.text.rstrip()[:-1] + b","
+        return b"%b%b:%b}\n" % (before, msgspec.json.encode(self._verdict), msgspec.json.encode(entry))
 
-    def write_malformed(self, line: Line, detail: str) -> bytes:
-        """A row that holds only a verdict, because nothing can be passed through."""
-        key = self.malformed_key(line)
-        entry = _Entry(line=line.number, status="failed", score=None, key=key, reason=MALFORMED, detail=detail)
-        return b"{%b%b}\n" % (self._opening, self._encode(entry))
-
-    def read_written(self, text: bytes) -> WrittenEntry:
+    def read_written(self, text: bytes) -> Entry:
         """The verdict in a row of an output file. Raises `ValueError` if it is not one."""
         try:
-            entry: WrittenEntry = _decode(self._written_decoder, self._written, text).verdict
+            entry: Entry = _decode(self._written_decoder, text).verdict
         except RecursionError as error:
             raise ValueError(str(error)) from None
         return entry
 
 
-def _decode(decoder: _Decoder, kind: type[msgspec.Struct], text: bytes) -> Any:
+def _decode(decoder: msgspec.json.Decoder[Any], text: bytes) -> Any:
     try:
         return decoder.decode(text)
     except msgspec.ValidationError:
@@ -282,23 +234,11 @@ def _decode(decoder: _Decoder, kind: type[msgspec.Struct], text: bytes) -> Any:
         # msgspec refuses lone surrogates, which models emit and Python's json writes.
         if b"\\ud" not in text and b"\\uD" not in text:
             raise
-    plain = json.loads(text, parse_constant=_refuse_constant)
-    known = msgspec.structs.fields(kind)
-    if isinstance(plain, dict):
-        plain = {field.encode_name: plain[field.encode_name] for field in known if field.encode_name in plain}
-        for field in known:
-            if field.type is msgspec.Raw and field.encode_name in plain:
-                plain[field.encode_name] = msgspec.Raw(b"null")  # only its presence matters
-    return msgspec.convert(plain, kind)
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _in_plain_words(message: str) -> str:
-    """msgspec's message without its path syntax: `Expected `str | null`, got `int` - at `$.response``."""
-    return message.replace("`$.", "`").replace("`", "'").replace("str", "text")
+    plain = json.loads(text)
+    if isinstance(plain, dict):  # msgspec refuses lone surrogates in unknown keys too
+        known = [field.encode_name for field in msgspec.structs.fields(decoder.type)]
+        plain = {name: plain[name] for name in known if name in plain}
+    return msgspec.convert(plain, decoder.type)
 
 
 # -- totals -----------------------------------------------------------------------------------------------------------
@@ -322,50 +262,37 @@ class Tally(msgspec.Struct, kw_only=True):
     def rows(self) -> int:
         return self.scored + self.failed + self.skipped + self.malformed
 
-    def count(self, verdict: Verdict, line: int) -> None:
-        if isinstance(verdict, Scored):
-            self.scored += 1
-            self.cached += verdict.cached
-        elif isinstance(verdict, Failed):
-            self._count_failed(verdict.reason, line, verdict.detail)
-        else:
-            self.skipped += 1
-
-    def count_written(self, entry: WrittenEntry) -> None:
-        """Count a row of an earlier run."""
+    def count(self, entry: Entry) -> None:
         if entry.status == "scored":
             self.scored += 1
-            self.cached += entry.cached
-        elif entry.reason == MALFORMED:
-            self.malformed += 1
+            self.cached += bool(entry.cached)
         elif entry.status == "skipped":
             self.skipped += 1
+        elif entry.reason == MALFORMED:
+            self.malformed += 1
         else:
-            self._count_failed(entry.reason, entry.line, entry.detail)
-
-    def _count_failed(self, reason: str, line: int, detail: str) -> None:
-        self.failed += 1
-        self.first_failure = self.first_failure or f"line {line}: {detail or reason}"
-        self.reasons[reason] = self.reasons.get(reason, 0) + 1
+            reason = entry.reason or ""
+            self.failed += 1
+            self.first_failure = self.first_failure or f"line {entry.line}: {entry.detail or reason}"
+            self.reasons[reason] = self.reasons.get(reason, 0) + 1
 
 
 # -- outputs ----------------------------------------------------------------------------------------------------------
 
 
-class Found(NamedTuple):
-    """What an output file already holds."""
-
-    tally: Tally
-    last_line: int
-    """The input line of its last row; 0 for an empty file."""
-    last_key: str
-
-
 class Output:
     """Takes whole rows. This class itself is a pipe or a device, which cannot be continued."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, name: str = "-") -> None:
         self.fd = fd
+        self.name = name
+        self.tally = Tally()
+        """The rows in it, those of an earlier run included."""
+        self.last_line = 0
+        """The input line of its last row."""
+        self.last_key = ""
+        self.earlier: Iterator[Line] | None = None
+        """Rows of an earlier output, to keep or to score again."""
 
     def append(self, rows: bytes) -> None:
         """Write whole rows. After an `OSError`, nothing of this call is left in a file."""
@@ -373,89 +300,80 @@ class Output:
         while view:
             view = view[os.write(self.fd, view) :]
 
-    def finish(self) -> None:
-        """The job reached the end of its input."""
-
-    def abandon(self) -> None:
-        """The job stopped before the end of its input."""
+    def finish(self, *, is_complete: bool) -> None:
+        """The job ended: at the end of its input, or before."""
 
 
 class FileOutput(Output):
     """The file at `path`, locked by this process until it is closed. A later run can continue it."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(_open_locked(path))
+        super().__init__(_open_locked(path), str(path))
         self.path = path
         self._size = os.lseek(self.fd, 0, os.SEEK_END)
 
-    def scan(self, rows: RowFormat) -> Found:
+    def scan(self, rows: RowFormat) -> None:
         """Read the file, check that it is an output, and cut off a last row that is not whole."""
-        tally, last_line, last_key = Tally(), 0, ""
         for row in self.read_rows():
-            if not row.complete:
-                self._cut(row.start)
+            if not row.is_complete:
+                self.cut(row.start)
                 break
             try:
                 entry = rows.read_written(row.text)
             except ValueError:
                 entry = None
-            if entry is None or entry.line <= last_line:
-                remedy = f"its line {row.number} is no row of `freewheel score`; {REMEDY}"
-                raise ConfigError("output", str(self.path), remedy)
-            tally.count_written(entry)
-            last_line, last_key = entry.line, entry.key
-        return Found(tally, last_line, last_key)
+            if entry is None or entry.line <= self.last_line:
+                raise ConfigError(
+                    "output", self.name, f"its line {row.number} is no row of `freewheel score`; {REMEDY}"
+                )
+            self.tally.count(entry)
+            self.last_line, self.last_key = entry.line, entry.key
 
     def read_rows(self) -> Iterator[Line]:
         os.lseek(self.fd, 0, os.SEEK_SET)
-        for block in Lines(self.fd, max_line_bytes=MAX_ROW_BYTES).blocks():
+        for block in read_lines(self.fd, max_bytes=MAX_ROW_BYTES):
             yield from block
 
-    def clear(self) -> None:
-        self._cut(0)
+    def cut(self, size: int) -> None:
+        os.ftruncate(self.fd, size)
+        self._size = os.lseek(self.fd, size, os.SEEK_SET)
 
     def append(self, rows: bytes) -> None:
         try:
             super().append(rows)
         except OSError:
             with contextlib.suppress(OSError):  # the next run cuts it off
-                self._cut(self._size)
+                self.cut(self._size)
             raise
         self._size += len(rows)
 
-    def finish(self) -> None:
-        os.fsync(self.fd)
-
-    def abandon(self) -> None:
-        with contextlib.suppress(OSError):
+    def finish(self, *, is_complete: bool) -> None:
+        with contextlib.nullcontext() if is_complete else contextlib.suppress(OSError):
             os.fsync(self.fd)
 
     def close(self) -> None:
         os.close(self.fd)
 
-    def _cut(self, size: int) -> None:
-        os.ftruncate(self.fd, size)
-        self._size = os.lseek(self.fd, size, os.SEEK_SET)
-
 
 class Replacement(Output):
-    """A new version of a `FileOutput`. It replaces the file when it is finished; until then the file is unchanged."""
+    """A new version of a `FileOutput`. It replaces the file when it is complete; until then the file is unchanged."""
 
     def __init__(self, original: FileOutput) -> None:
         self._replaced = original.path.resolve()  # if it is a link, the file that it leads to
         self._path = self._replaced.with_name(self._replaced.name + ".retry")
         # The lock of the original keeps a second run away from this file too.
-        super().__init__(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666))
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        super().__init__(os.open(self._path, flags, 0o666), original.name)
         os.fchmod(self.fd, stat.S_IMODE(os.fstat(original.fd).st_mode))
+        self.earlier = original.read_rows()
 
-    def finish(self) -> None:
-        os.fsync(self.fd)
+    def finish(self, *, is_complete: bool) -> None:
+        if is_complete:
+            os.fsync(self.fd)
+            self._path.replace(self._replaced)
+        else:
+            self._path.unlink(missing_ok=True)
         os.close(self.fd)
-        self._path.replace(self._replaced)
-
-    def abandon(self) -> None:
-        os.close(self.fd)
-        self._path.unlink(missing_ok=True)
 
 
 def is_stream(path: str) -> bool:
@@ -478,9 +396,8 @@ def _open_locked(path: Path) -> int:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(fd)
-            raise ConfigError(
-                "output", str(path), "another run is writing to it; wait for it, or give another output file"
-            ) from None
+            remedy = "another run is writing to it; wait for it, or give another output file"
+            raise ConfigError("output", str(path), remedy) from None
         except OSError:
             return fd  # a file system without locks
         with contextlib.suppress(OSError):

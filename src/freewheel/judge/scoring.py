@@ -1,8 +1,7 @@
 """`ScoringJob`: score a file of rows with a judge into a file of verdicts, in order and in constant memory.
 
-    feeder thread:  Lines ─▶ RowFormat.read ─▶ Judge.submit ─▶ queue      waits for room in the window
-    main thread:    queue ─▶ verdicts ─▶ StopRule ─▶ Output               waits for the oldest batch
-    ticker thread:  Judge.stats ─▶ on_progress                           a few times a second
+    feeder thread:  read_lines ─▶ RowFormat.read ─▶ Judge.submit ─▶ queue    waits for room in the window
+    main thread:    queue ─▶ verdicts ─▶ StopRule ─▶ Output, on_progress     waits for the oldest batch
 
 Rows are written in the order of the input, so the last row of an output says where a later run continues. Answers
 beyond it are in the judge's cache and are not paid for again. There is no terminal here: progress and malformed lines
@@ -17,11 +16,12 @@ import stat
 import sys
 import threading
 import time
+from codecs import BOM_UTF8
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import msgspec
 
@@ -33,20 +33,17 @@ from freewheel.judge.request import JudgeRequest
 from freewheel.judge.row_files import (
     MALFORMED,
     REMEDY,
-    UTF8_BOM,
+    Entry,
     Fields,
     FileOutput,
-    Found,
     Line,
-    Lines,
     MalformedRowError,
     Output,
     Replacement,
     RowFormat,
     Tally,
-    WrittenEntry,
-    is_blank,
     is_stream,
+    read_lines,
 )
 from freewheel.judge.stats import EndpointStats, JudgeStats
 from freewheel.judge.tracker import Handle
@@ -138,14 +135,13 @@ def is_down(stats: JudgeStats) -> bool:
     An endpoint that has been silent since the first call does not work either: a row or two make too few calls to open
     its breaker.
     """
-    asked = [endpoint for endpoint in stats.endpoints if endpoint.up and endpoint.sent]
-    if asked and all(map(_is_silent, asked)):
-        return True
-    return bool(stats.endpoints) and not any(endpoint.up for endpoint in stats.endpoints)
 
+    def is_silent(endpoint: EndpointStats) -> bool:
+        return not (endpoint.answered or endpoint.throttled or endpoint.faults.keys() - _SILENCE)
 
-def _is_silent(endpoint: EndpointStats) -> bool:
-    return not (endpoint.answered or endpoint.throttled or endpoint.faults.keys() - _SILENCE)
+    up = [endpoint for endpoint in stats.endpoints if endpoint.up]
+    asked = [endpoint for endpoint in up if endpoint.sent]
+    return bool(stats.endpoints) and (not up or (bool(asked) and all(map(is_silent, asked))))
 
 
 # -- what a job reports -----------------------------------------------------------------------------------------------
@@ -174,16 +170,15 @@ class CallsMeter:
         self._latest = Calls()
 
     def update(self, stats: JudgeStats) -> Calls:
-        sums = {name: sum(getattr(endpoint, name) for endpoint in stats.endpoints) for name in self._SUMS}
         # Counters only grow, so lower ones belong to a new engine.
-        if sums["sent"] + self._before.sent < self._latest.sent:
+        if stats.sent + self._before.sent < self._latest.sent:
             self._before = self._latest
+        calls = Calls(cost=stats.cost, restarts=stats.restarts, in_flight=stats.in_flight, limit=stats.limit)
         for name in self._SUMS:
-            sums[name] += getattr(self._before, name)
-        self._latest = Calls(
-            **sums, cost=stats.cost, restarts=stats.restarts, in_flight=stats.in_flight, limit=stats.limit
-        )
-        return self._latest
+            counts = [getattr(endpoint, name) for endpoint in stats.endpoints]
+            setattr(calls, name, getattr(self._before, name) + sum(counts))
+        self._latest = calls
+        return calls
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
@@ -193,8 +188,6 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """Rows written, including those of an earlier run."""
     decided: int
     """Rows with a verdict, written or waiting for an earlier row."""
-    before: int
-    """Of these, the rows that an earlier run wrote."""
     bytes_done: int
     """Input bytes of the decided rows; newlines and the share of an open batch are estimates."""
     bytes_total: int | None
@@ -227,14 +220,12 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Slot(NamedTuple):
-    """One input line on its way to its row."""
+    """One input line on its way to its row. `entry` and `row` are known at once if it needs no judge."""
 
     line: Line
     key: str = ""
-    row: bytes | None = None
-    """The row, if it needs no judge."""
-    kept: WrittenEntry | None = None
-    """The entry in `row`, if an earlier run wrote it."""
+    entry: Entry | None = None
+    row: bytes = b""
 
 
 class _Batch(NamedTuple):
@@ -248,45 +239,69 @@ class ScoringJob:
 
     def __init__(
         self,
+        source: str,
+        target: str,
+        config: JudgeConfig,
         *,
-        judge: Judge,
-        rows: RowFormat,
-        source: int,
-        source_bytes: int | None,
-        output: Output,
-        output_name: str = "-",
-        found: Found | None = None,
-        retry_from: Iterator[Line] | None = None,
+        fields: Fields | None = None,
+        overwrite: bool = False,
+        retry_failed: bool = False,
         on_progress: Callable[[Progress], None] = lambda progress: None,
         on_malformed: Callable[[int, str], None] = lambda line, detail: None,
     ) -> None:
-        """`found`: the content of `output`. `retry_from`: the rows of an earlier output, to keep or to score again."""
-        self._judge = judge
-        self._rows = rows
-        self._lines = Lines(source)
-        self._source_bytes = source_bytes
-        self._output = output
-        self._output_name = output_name
-        self._found = found or Found(Tally(), 0, "")
-        self._retry_from = retry_from
+        """From `source` to `target`; `-` is stdin or stdout. `ConfigError` if they cannot work."""
+        if retry_failed and (overwrite or is_stream(target) or not Path(target).exists()):
+            raise ConfigError("retry_failed", True, "it needs an output file of an earlier run, and no --overwrite")
+        self._rows = RowFormat(config, fields or Fields())
+        with contextlib.ExitStack() as stack:
+            self._source, self._source_bytes = _open_source(source, stack)
+            self._output = self._open_output(source, target, stack, overwrite=overwrite, retry_failed=retry_failed)
+            self._judge = stack.enter_context(Judge(config))
+            self._opened = stack.pop_all()
         self._on_progress = on_progress
         self._on_malformed = on_malformed
-        self._tally = self._found.tally
+        self._tally = self._output.tally
         self._before = self._tally.rows
         self._blank = 0
-        self._next_line = self._found.last_line + 1
+        self._next_line = self._output.last_line + 1
         self._bytes_done = 0
         self._meter = CallsMeter()
-        self._rule = StopRule(lambda: is_down(judge.stats()))
-        self._changed = threading.Condition()
-        self._queue: deque[_Batch] = deque()
-        self._rows_out = 0
-        self._bytes_out = 0
-        self._fed = False
-        self._feed_error: BaseException | None = None
-        self._current: _Batch | None = None
+        self._rule = StopRule(lambda: is_down(self._judge.stats()))
+        self._started_at = self._reported_at = time.monotonic()
         self._stop_reason = ""
-        self._ended = threading.Event()
+        self._changed = threading.Condition()
+        """Guards the fields below, which both threads change."""
+        self._queue: deque[_Batch] = deque()
+        """Open batches, oldest first. The main thread removes one when its rows are written."""
+        self._open_rows = 0
+        self._open_bytes = 0
+        self._is_fed = False
+        self._has_ended = False
+        self._feed_error: BaseException | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._opened.close()
+
+    def _open_output(
+        self, source: str, target: str, stack: contextlib.ExitStack, *, overwrite: bool, retry_failed: bool
+    ) -> Output:
+        if is_stream(target):
+            out = sys.stdout.fileno() if target == "-" else _open("output", target, os.O_WRONLY, stack)
+            return Output(out, target)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(self._source), Path(target).stat()):
+                raise ConfigError("output", target, "it is the input file itself; give another output file")
+        file = FileOutput(Path(target))
+        stack.callback(file.close)
+        if overwrite:
+            file.cut(0)
+        file.scan(self._rows)
+        if file.last_line and self._source_bytes is None:
+            raise ConfigError("input", source, f"a pipe cannot be continued, and {target} has rows; {REMEDY}")
+        return Replacement(file) if retry_failed else file
 
     def stop(self, reason: str = "interrupted") -> None:
         """End the job soon: submit nothing more, and write the rows that are contiguous."""
@@ -294,11 +309,7 @@ class ScoringJob:
 
     def run(self) -> Summary:
         """Run to the end of the input or a reason to stop. `ConfigError` if the output belongs to another input."""
-        started_at = time.monotonic()
-        feeder = threading.Thread(target=self._feed, name="freewheel-score-feeder", daemon=True)
-        ticker = threading.Thread(target=self._tick, args=(started_at,), name="freewheel-score-ticker", daemon=True)
-        feeder.start()
-        ticker.start()
+        threading.Thread(target=self._feed, name="freewheel-score-feeder", daemon=True).start()
         is_complete = False
         try:
             stopped = self._drain()
@@ -306,21 +317,19 @@ class ScoringJob:
                 raise self._feed_error
             is_complete = stopped is None
         finally:
+            with self._changed:
+                self._has_ended = True
+                self._changed.notify_all()
             try:
-                if is_complete:
-                    self._output.finish()
-                else:
-                    self._output.abandon()
+                self._output.finish(is_complete=is_complete)
             finally:
                 self._cancel_all()
-                self._ended.set()
-                ticker.join()
                 self._judge.close()
         return Summary(
             tally=self._tally,
             before=self._before,
             blank=self._blank,
-            elapsed_s=time.monotonic() - started_at,
+            elapsed_s=time.monotonic() - self._started_at,
             calls=self._meter.update(self._judge.stats()),
             stopped=stopped,
         )
@@ -334,29 +343,29 @@ class ScoringJob:
             self._feed_error = error
         finally:
             with self._changed:
-                self._fed = True
+                self._is_fed = True
                 self._changed.notify_all()
 
     def _read_all(self) -> None:
-        last = self._found.last_line
+        last, earlier = self._output.last_line, self._output.earlier
         has_found_last = not last
-        for block in self._lines.blocks(max(1, last)):
+        for block in read_lines(self._source, max(1, last)):
             slots: list[_Slot] = []
             requests: list[JudgeRequest] = []
             size = 0
             for line in block:
-                if line.number == 1 and line.text.startswith(UTF8_BOM):
-                    line = line._replace(text=line.text[len(UTF8_BOM) :])
+                if line.number == 1:
+                    line = line._replace(text=line.text.removeprefix(BOM_UTF8))
                 if line.number == last:
-                    if self._key_of(line) != self._found.last_key:
+                    if self._key_of(line) != self._output.last_key:
                         raise self._other_input(line.number)
                     self._bytes_done = line.end  # nothing is submitted yet, so the main thread does not touch it
                     has_found_last = True
                     continue
-                if not line.too_long and is_blank(line.text):
+                if not line.is_too_long and not line.text.strip():
                     self._blank += 1
                     continue
-                slots.append(self._slot(line, requests))
+                slots.append(self._make_slot(line, requests))
                 size += len(line.text)
                 if len(slots) == BATCH_ROWS or size >= BATCH_BYTES:
                     if not self._submit(slots, requests, size):
@@ -364,23 +373,23 @@ class ScoringJob:
                     slots, requests, size = [], [], 0
             if slots and not self._submit(slots, requests, size):
                 return
-        if not has_found_last or (self._retry_from is not None and next(self._retry_from, None) is not None):
+        if not has_found_last or (earlier is not None and next(earlier, None) is not None):
             remedy = f"the input ends before the line of its last row; {REMEDY}"
-            raise ConfigError("output", self._output_name, remedy)
+            raise ConfigError("output", self._output.name, remedy)
 
     def _other_input(self, line: int) -> ConfigError:
         remedy = f"its row of line {line} belongs to another input, rubric or model than is given now; {REMEDY}"
-        return ConfigError("output", self._output_name, remedy)
+        return ConfigError("output", self._output.name, remedy)
 
     def _key_of(self, line: Line) -> str:
         try:
             return self._rows.key(self._rows.read(line))
-        except MalformedRowError:
-            return self._rows.malformed_key(line)
+        except MalformedRowError as error:
+            return self._rows.malformed_entry(line, str(error)).key
 
-    def _slot(self, line: Line, requests: list[JudgeRequest]) -> _Slot:
+    def _make_slot(self, line: Line, requests: list[JudgeRequest]) -> _Slot:
         """Decide what to do with a line. If it needs a judge, its request joins `requests`."""
-        earlier = next(self._retry_from, None) if self._retry_from is not None else None
+        earlier = next(self._output.earlier, None) if self._output.earlier is not None else None
         entry = self._rows.read_written(earlier.text) if earlier is not None else None
         if entry is not None and entry.line != line.number:
             raise self._other_input(line.number)
@@ -388,26 +397,26 @@ class ScoringJob:
             request = self._rows.read(line)
         except MalformedRowError as error:
             self._on_malformed(line.number, str(error))
-            return _Slot(line, row=self._rows.write_malformed(line, str(error)))
+            malformed = self._rows.malformed_entry(line, str(error))
+            return _Slot(line, entry=malformed, row=self._rows.write(line, malformed))
         key = self._rows.key(request)
         if entry is not None and earlier is not None and entry.reason != MALFORMED:
             if entry.key != key:
                 raise self._other_input(line.number)
             if entry.status != "failed":
-                return _Slot(line, row=earlier.text + b"\n", kept=entry)
+                return _Slot(line, entry=entry, row=earlier.text + b"\n")
         requests.append(request)
         return _Slot(line, key)
 
     def _submit(self, slots: list[_Slot], requests: list[JudgeRequest], size: int) -> bool:
         """Submit a batch once the window has room. False: the job stops."""
         with self._changed:
-            while not (self._ended.is_set() or self._stop_reason):
-                has_room = self._rows_out + len(slots) <= WINDOW_ROWS and self._bytes_out + size <= WINDOW_BYTES
-                if has_room or not self._rows_out:
-                    handle = self._judge.submit(requests, deadline_s=None)
-                    self._queue.append(_Batch(slots, handle, size))
-                    self._rows_out += len(slots)
-                    self._bytes_out += size
+            while not (self._has_ended or self._stop_reason):
+                has_room = self._open_rows + len(slots) <= WINDOW_ROWS and self._open_bytes + size <= WINDOW_BYTES
+                if has_room or not self._queue:
+                    self._queue.append(_Batch(slots, self._judge.submit(requests, deadline_s=None), size))
+                    self._open_rows += len(slots)
+                    self._open_bytes += size
                     self._changed.notify_all()
                     return True
                 self._changed.wait(TICK_S)
@@ -416,22 +425,22 @@ class ScoringJob:
     # -- the main thread ----------------------------------------------------------------------------------------------
 
     def _drain(self) -> Stopped | None:
-        held: list[tuple[_Slot, Verdict | None, bytes]] = []
+        held: list[_Slot] = []
         while (batch := self._next_batch()) is not None:
-            ready: list[tuple[_Slot, Verdict | None, bytes]] = []
+            ready: list[_Slot] = []
             verdicts = iter(self._wait_for_verdicts(batch))
             ruling = Ruling.WRITE
             for slot in batch.slots:
-                row: tuple[_Slot, Verdict | None, bytes]
-                if slot.row is not None:
-                    ruling, row = Ruling.WRITE, (slot, None, slot.row)
-                else:
+                if slot.entry is None:
                     verdict = next(verdicts)
                     ruling = self._rule.judge(verdict)
                     if ruling is Ruling.STOP:
                         break
-                    row = (slot, verdict, self._rows.write(slot.line, slot.key, verdict))
-                held.append(row)
+                    entry = Entry.of(slot.line.number, slot.key, verdict)
+                    held.append(slot._replace(entry=entry, row=self._rows.write(slot.line, entry)))
+                else:
+                    ruling = Ruling.WRITE
+                    held.append(slot)
                 if ruling is Ruling.WRITE:
                     ready += held
                     held = []
@@ -439,11 +448,12 @@ class ScoringJob:
                 return problem
             if ruling is Ruling.STOP:
                 return self._stopped()
-            self._current = None
             with self._changed:
-                self._rows_out -= len(batch.slots)
-                self._bytes_out -= batch.size
+                self._queue.popleft()
+                self._open_rows -= len(batch.slots)
+                self._open_bytes -= batch.size
                 self._changed.notify_all()
+            self._report()
         if self._feed_error is None and self._rule.end() is Ruling.STOP:
             return self._stopped()
         if (problem := self._write(held)) is not None:
@@ -454,121 +464,61 @@ class ScoringJob:
         """The oldest batch. None at the end of the input, or if the job must stop."""
         with self._changed:
             while not self._queue:
-                if self._fed or self._stop_reason:
+                if self._is_fed or self._stop_reason:
                     return None
                 self._changed.wait(TICK_S)
-            self._current = self._queue.popleft()
-            return self._current
+                self._report()
+            return self._queue[0]
 
     def _wait_for_verdicts(self, batch: _Batch) -> list[Verdict]:
         while not batch.handle.wait(TICK_S):
+            self._report()
             if self._stop_reason:
                 self._cancel_all()
         return batch.handle.result()
 
-    def _write(self, ready: list[tuple[_Slot, Verdict | None, bytes]]) -> Stopped | None:
+    def _write(self, ready: list[_Slot]) -> Stopped | None:
         if not ready:
             return None
         try:
-            self._output.append(b"".join(row for _, _, row in ready))
+            self._output.append(b"".join(slot.row for slot in ready))
         except OSError as error:
             reason = "pipe" if isinstance(error, BrokenPipeError) else "output"
             return Stopped(reason=reason, detail=str(error.strerror), next_line=self._next_line)
-        for slot, verdict, _ in ready:
-            if verdict is not None:
-                self._tally.count(verdict, slot.line.number)
-            elif slot.kept is not None:
-                self._tally.count_written(slot.kept)
-            else:
-                self._tally.malformed += 1
-        last = ready[-1][0].line
+        for slot in ready:
+            assert slot.entry is not None
+            self._tally.count(slot.entry)
+        last = ready[-1].line
         self._next_line, self._bytes_done = last.number + 1, last.end
         return None
 
     def _stopped(self) -> Stopped:
-        if self._stop_reason:
-            return Stopped(reason=self._stop_reason, detail="", next_line=self._next_line)
         why = self._rule.why or Failed("engine")
+        if self._stop_reason:
+            why = Failed(self._stop_reason)
         return Stopped(reason=why.reason, detail=why.detail, next_line=self._next_line)
 
-    def _open_batches(self) -> list[_Batch]:
-        with self._changed:
-            return [*self._queue, *([self._current] if self._current is not None else [])]
-
     def _cancel_all(self) -> None:
-        for batch in self._open_batches():
-            batch.handle.cancel()
+        with self._changed:
+            for batch in self._queue:
+                batch.handle.cancel()
 
-    # -- the ticker's thread ------------------------------------------------------------------------------------------
-
-    def _tick(self, started_at: float) -> None:
-        while not self._ended.wait(PROGRESS_EVERY_S):
-            open_batches = [(batch, batch.handle.progress()) for batch in self._open_batches()]
-            waiting = sum(progress.done for _, progress in open_batches)
-            waiting_bytes = sum(round(batch.size * progress.share) for batch, progress in open_batches)
-            self._on_progress(
-                Progress(
-                    tally=self._tally,
-                    decided=self._tally.rows + waiting,
-                    before=self._before,
-                    bytes_done=self._bytes_done + waiting_bytes,
-                    bytes_total=self._source_bytes,
-                    elapsed_s=time.monotonic() - started_at,
-                    calls=self._meter.update(self._judge.stats()),
-                )
+    def _report(self) -> None:
+        now = time.monotonic()
+        if now - self._reported_at < PROGRESS_EVERY_S:
+            return
+        self._reported_at = now
+        with self._changed:
+            open_batches = [(batch.size, batch.handle.progress()) for batch in self._queue]
+        self._on_progress(
+            Progress(
+                tally=self._tally,
+                decided=self._tally.rows + sum(progress.done for _, progress in open_batches),
+                bytes_done=self._bytes_done + sum(round(size * progress.share) for size, progress in open_batches),
+                bytes_total=self._source_bytes,
+                elapsed_s=now - self._started_at,
+                calls=self._meter.update(self._judge.stats()),
             )
-
-
-# -- opening a job ----------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def open_job(
-    source: str,
-    target: str,
-    config: JudgeConfig,
-    *,
-    fields: Fields | None = None,
-    overwrite: bool = False,
-    retry_failed: bool = False,
-    on_progress: Callable[[Progress], None] = lambda progress: None,
-    on_malformed: Callable[[int, str], None] = lambda line, detail: None,
-) -> Iterator[ScoringJob]:
-    """A job from `source` to `target`; `-` is stdin or stdout. `ConfigError` if they cannot work."""
-    rows = RowFormat(config, fields or Fields())
-    if retry_failed and (overwrite or is_stream(target) or not Path(target).exists()):
-        raise ConfigError("retry_failed", True, "it needs an output file of an earlier run, and no --overwrite")
-    with contextlib.ExitStack() as stack:
-        fd, total = _open_source(source, stack)
-        output: Output
-        found = earlier = None
-        if is_stream(target):
-            output = Output(sys.stdout.fileno() if target == "-" else _open("output", target, os.O_WRONLY, stack))
-        else:
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(fd), Path(target).stat()):
-                    raise ConfigError("output", target, "it is the input file itself; give another output file")
-            file = output = FileOutput(Path(target))
-            stack.callback(file.close)
-            if overwrite:
-                file.clear()
-            found = file.scan(rows)
-            if found.last_line and total is None:
-                raise ConfigError("input", source, f"a pipe cannot be continued, and {target} has rows; {REMEDY}")
-            if retry_failed:
-                output, found, earlier = Replacement(file), None, file.read_rows()
-        judge = stack.enter_context(Judge(config))
-        yield ScoringJob(
-            judge=judge,
-            rows=rows,
-            source=fd,
-            source_bytes=total,
-            output=output,
-            output_name=target,
-            found=found,
-            retry_from=earlier,
-            on_progress=on_progress,
-            on_malformed=on_malformed,
         )
 
 

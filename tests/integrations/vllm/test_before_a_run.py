@@ -54,6 +54,6 @@ def test_a_run_is_refused_with_exit_code_2_and_leaves_nothing(folder: Path, tmp_
     assert done.returncode == 0 and "did you mean" in done.stdout.partition("Against this run here")[2]
 
 
-def test_the_doctor_says_what_this_release_can() -> None:
+def test_the_doctor_accepts_this_release() -> None:
     (found,) = software.vllm(wanted=True)
-    assert found.state == "ok" and "each token labelled with its weights" in found.detail
+    assert found.state == "ok"

@@ -5,8 +5,8 @@ async with MockJudge(JudgeProfile(latency_s=0.2, knee=60, reject_above=80)) as j
     assert judge.counts().most_received == 1
 """
 
-from freewheel.judge.testing.mock import ContentCount, Counts, MockJudge, RecordedRequest, RunningJudge, serve
-from freewheel.judge.testing.profile import JudgeProfile, expected_score
+from freewheel.judge.testing.mock import MockJudge, RecordedRequest, RunningJudge, serve
+from freewheel.judge.testing.profile import ContentCount, Counts, JudgeProfile, expected_score
 
 __all__ = [
     "ContentCount",

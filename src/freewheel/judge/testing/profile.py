@@ -2,7 +2,7 @@
 
     request ──▶ outage? ──▶ burst? ──▶ key, body, model, quota, length ──▶ in flight? ──▶ rates? ──▶ Plan
                   ▼           ▼                       ▼                        └──────┬──────┘
-        Outage, Refusal 503   Refusal 429             Refusal 4xx                     ▼ Refusal 429
+           None, Refusal 503  Refusal 429             Refusal 4xx                     ▼ Refusal 429
 
 `mock.py` carries the decisions out. `JudgeProfile` is the only source of the defaults. Times are in the judge's own
 seconds: `time_scale` converts them to wall time, and only headers hold wall time.
@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from enum import StrEnum
+from functools import cached_property
 from hashlib import blake2b, sha256
 from heapq import heappop, heappush
 from itertools import accumulate
@@ -27,6 +29,10 @@ from freewheel.judge.pacing import MINUTE_S, Bucket
 from freewheel.utils.checks import CountOrZero, NotNegative, Positive, Share, check_fields
 
 Windows = tuple[tuple[float, float], ...]
+Headers = dict[str, str]
+
+
+# -- the profile ------------------------------------------------------------------------------------------------------
 
 
 class Fault(StrEnum):
@@ -148,7 +154,235 @@ class JudgeProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError("score_low", self.score_low, f"must not exceed score_high = {self.score_high}")
 
 
-Headers = tuple[tuple[str, str], ...]
+# -- requests and replies ---------------------------------------------------------------------------------------------
+
+
+NONCE = re.compile(r"[0-9a-fA-F]{16,}")
+"""Hex digits of this length are a request's nonce or hash, not its content."""
+CHARS_PER_TOKEN = 4
+"""The usual estimate for English; `usage` must only be plausible and repeatable."""
+STREAM_PIECES = 4
+"""About how many deltas a streamed reply has: more than one, so that a reader must join them."""
+
+UNPARSEABLE_REPLY = "This answer cannot be rated."
+GARBAGE_BODY = b"upstream connect error or disconnect/reset before headers"
+HTML_BODY = b"<!doctype html><html><body><h1>Sign in to continue</h1></body></html>"
+
+STYLES: Final = {
+    "bare": "{score}",
+    "bold": "The answer is to the point, with small gaps.\n\n**{score}**",
+    "labelled": "Score: {score}/{high}",
+    "json": '{{"score": {score}, "reason": "To the point, with small gaps."}}',
+    "think": "<think>\nAt first sight a {high}; on reflection, maybe a {low}?\n</think>\n{score}",
+    "chinese": "回答切题，略有不足。评分：{score}分",
+}
+"""What `mixed` chooses from. `think` names both ends of the scale first, to mislead a careless parser."""
+
+
+class Content(msgspec.Struct, frozen=True):
+    """The judged text without its nonce. Requests with equal contents repeat the same question."""
+
+    text: str
+    digest: bytes
+
+    @classmethod
+    def of(cls, user_content: str) -> Content:
+        text = NONCE.sub("", user_content)
+        return cls(text, sha256(text.encode("utf-8", "surrogatepass")).digest())
+
+    @property
+    def key(self) -> str:
+        """The key of the content in the counts."""
+        return self.digest.hex()[:32]
+
+    def score(self, low: int, high: int) -> int:
+        return low + int.from_bytes(self.digest[:8], "big") % (high - low + 1)
+
+
+class Message(msgspec.Struct):
+    """One message of a chat. Its content may be a list of pieces, of which those with a text count."""
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, list):
+            return "".join(str(part.get("text") or "") for part in self.content)
+        return self.content or ""
+
+
+class Ask(msgspec.Struct, dict=True):
+    """The fields of a chat completion request that matter here. Others are ignored."""
+
+    messages: list[Message]
+    model: str = ""
+    stream: bool | None = False
+    stream_options: dict[str, Any] | None = None
+    n: int | None = 1
+
+    @cached_property
+    def content(self) -> Content:
+        """The last user message, which is judged."""
+        return Content.of(next((message.text for message in reversed(self.messages) if message.role == "user"), ""))
+
+    @property
+    def prompt_chars(self) -> int:
+        return sum(len(message.text) for message in self.messages)
+
+
+def expected_score(user_content: str, low: int = 1, high: int = 10) -> int:
+    """The score that the mock judge gives this user message. Nonces are ignored."""
+    return Content.of(user_content).score(low, high)
+
+
+def reply_text(profile: JudgeProfile, content: Content) -> str:
+    """The text of the judge's reply for this content."""
+    for part, reply in profile.scores.items():
+        if part in content.text:
+            return reply
+    mixed = profile.reply_style == "mixed"
+    style = list(STYLES)[content.digest[8] % len(STYLES)] if mixed else profile.reply_style
+    low, high = profile.score_low, profile.score_high
+    return STYLES[style].format(score=content.score(low, high), low=low, high=high)
+
+
+def usage(ask: Ask, text: str) -> dict[str, int]:
+    """The `usage` object for this question and this reply: at least one token each."""
+    prompt = max(1, ask.prompt_chars // CHARS_PER_TOKEN)
+    completion = max(1, len(text) // CHARS_PER_TOKEN) * (ask.n or 1)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def completion(ask: Ask, text: str | None, *, model: str, has_choices: bool = True) -> list[bytes]:
+    """The body of a chat completion in one piece, or its server-sent events if the request asks for a stream."""
+    kind = "chat.completion.chunk" if ask.stream else "chat.completion"
+    head = {"id": f"chatcmpl-{ask.content.key}", "object": kind, "created": int(time.time()), "model": model}
+    used = usage(ask, text or "")
+
+    def choices(finish_reason: str | None, **fields: object) -> dict[str, Any]:
+        count = (ask.n or 1) if has_choices else 0
+        return {"choices": [{"index": index, **fields, "finish_reason": finish_reason} for index in range(count)]}
+
+    if not ask.stream:
+        message = {"role": "assistant", "content": text}
+        return [msgspec.json.encode({**head, **choices("stop", message=message, logprobs=None), "usage": used})]
+    words = text or ""
+    step = max(1, ceil(len(words) / STREAM_PIECES))
+    events = [choices(None, delta={"role": "assistant", "content": ""})]
+    events += [choices(None, delta={"content": words[at : at + step]}) for at in range(0, len(words), step)]
+    events.append(choices("stop", delta={}))
+    if ask.stream_options and ask.stream_options.get("include_usage"):
+        events.append({"choices": [], "usage": used})
+    lines = [msgspec.json.encode({**head, **event}) for event in events]
+    return [b"data: " + line + b"\n\n" for line in [*lines, b"[DONE]"]]
+
+
+def error_body(message: str, kind: str = "invalid_request_error", code: str | None = None) -> bytes:
+    """An error as the OpenAI API writes it."""
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": code}})
+
+
+# -- counts -----------------------------------------------------------------------------------------------------------
+
+
+class ContentCount(msgspec.Struct):
+    """Counts of one content."""
+
+    received: int = 0
+    """Requests that carried it."""
+    admitted: int = 0
+    """Requests that were neither refused nor lost to an outage."""
+    answered: int = 0
+    """Whole chat completions sent for it, including replies without a score."""
+    rejected: int = 0
+    """Requests for it that got a 429."""
+    faults: int = 0
+    """Faults it met."""
+    text: str = ""
+    """The user message without its nonce."""
+
+
+class Counts(msgspec.Struct):
+    """Counts of chat requests since the start or the last reset. Other paths are not counted."""
+
+    received: int = 0
+    answered: int = 0
+    rejected: int = 0
+    gone: int = 0
+    """Admitted requests whose client left before the reply."""
+    by_status: dict[int, int] = msgspec.field(default_factory=Counter)
+    """Replies by status, including cut and dripping bodies, but not closed connections."""
+    faults: dict[str, int] = msgspec.field(default_factory=Counter)
+    """Faults by kind, as the profile's shares name them (`error`, `hang`, …), and `outage`."""
+    in_flight: int = 0
+    max_in_flight: int = 0
+    connections: int = 0
+    """Connections that carried a chat request."""
+    connections_refused: int = 0
+    """Connections aborted on arrival, during an outage that refuses."""
+    open_connections: int = 0
+    """Connections open now, for any path."""
+    contents: dict[str, ContentCount] = {}
+
+    def of(self, user_content: str) -> ContentCount:
+        """The counts of this user message; all zeros if it never arrived."""
+        return self.contents.get(Content.of(user_content).key) or ContentCount()
+
+    def containing(self, part: str) -> list[ContentCount]:
+        """The contents whose text contains `part`, in the order of their first arrival."""
+        return [count for count in self.contents.values() if part in count.text]
+
+    @property
+    def most_received(self) -> int:
+        """How often the most frequent content was received. 1 proves that each content was sent once."""
+        return max((count.received for count in self.contents.values()), default=0)
+
+
+# -- decisions --------------------------------------------------------------------------------------------------------
+
+
+STANDARD_NORMAL = NormalDist()
+TWO_TO_53 = 2**53
+"""Number of equally spaced doubles in [0, 1): 53 bits of a hash make one of them."""
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """A request is admitted."""
+
+    service_s: float
+    """Time it needs when the judge is not crowded. A fault occurs after it; a hang needs no service."""
+    fault: Fault | None = None
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """A request is refused."""
+
+    status: int
+    body: bytes
+    headers: Headers = {}
+
+
+def draws(seed: int, content: Content, attempt: int) -> tuple[float, float]:
+    """Two independent numbers in [0, 1), determined by seed, content and attempt on every machine."""
+    bits = blake2b(content.digest + f"{seed}:{attempt}".encode(), digest_size=16).digest()
+    first, second = (int.from_bytes(half, "big") >> 11 for half in (bits[:8], bits[8:]))
+    return first / TWO_TO_53, second / TWO_TO_53
+
+
+def plan_for(profile: JudgeProfile, content: Content, attempt: int, faults_so_far: int = 0) -> Plan:
+    """Plan the attempt-th admitted request (from 0) for this content."""
+    luck, pace = draws(profile.seed, content, attempt)
+    fault = None
+    if profile.faults_per_content is None or faults_so_far < profile.faults_per_content:
+        edges = accumulate(getattr(profile, share) for share in SHARES)
+        fault = next((fault for fault, edge in zip(Fault, edges, strict=True) if luck < edge), None)
+    service_s = profile.latency_s
+    if profile.latency == "lognormal" and service_s > 0.0:
+        location = log(service_s) - profile.sigma**2 / 2  # so that the mean, not the median, is latency_s
+        # The quantile of 0 is minus infinity, so move half a step up.
+        service_s = exp(location + profile.sigma * STANDARD_NORMAL.inv_cdf(pace or 0.5 / TWO_TO_53))
+    return Plan(service_s, fault)
 
 
 class RateLimits:
@@ -180,15 +414,107 @@ class RateLimits:
 
     def headers(self, now: float) -> Headers:
         """`x-ratelimit-limit-*`, `-remaining-*` and `-reset-*`, in the public APIs' notation and in wall time."""
-        lines: list[tuple[str, str]] = []
+        lines: Headers = {}
         for what, bucket in self._limits.items():
             full_in_s = bucket.ready_at(now, bucket.capacity) - now
-            lines += (
-                (f"x-ratelimit-limit-{what}", f"{bucket.rate_per_s * MINUTE_S:g}"),
-                (f"x-ratelimit-remaining-{what}", str(floor(bucket.level))),
-                (f"x-ratelimit-reset-{what}", f"{_up_to_ms(full_in_s * self._scale)}s"),
-            )
-        return tuple(lines)
+            lines[f"x-ratelimit-limit-{what}"] = f"{bucket.rate_per_s * MINUTE_S:g}"
+            lines[f"x-ratelimit-remaining-{what}"] = str(floor(bucket.level))
+            lines[f"x-ratelimit-reset-{what}"] = f"{_up_to_ms(full_in_s * self._scale)}s"
+        return lines
+
+
+class Behaviour:
+    """Decides about each request in turn, and counts it."""
+
+    def __init__(self, profile: JudgeProfile) -> None:
+        self.profile = profile
+        self.counts = Counts()
+        self.rates = RateLimits(profile)
+        self._began = inf
+        """When the first chat request came, which starts the schedule."""
+
+    def in_outage(self, now: float) -> bool:
+        """Whether the judge is away. Never before the first request."""
+        return _is_inside(self.profile.outages, now - self._began)
+
+    def decide(self, now: float, ask: Ask | None, authorization: str | None = None) -> Plan | Refusal | None:
+        """Decide about one request. `ask` is None if its body is no chat request. None: abort the connection."""
+        counts = self.counts
+        counts.received += 1
+        self._began = min(self._began, now)
+        count = ContentCount()
+        if ask is not None:
+            count = counts.contents.setdefault(ask.content.key, ContentCount(text=ask.content.text))
+        count.received += 1
+        if self.profile.outage_kind == "refuse" and self.in_outage(now):
+            counts.faults["outage"] += 1
+            return None
+        decision = self._refuse(now, ask, authorization)
+        if decision is not None or ask is None:
+            decision = decision or Refusal(400, error_body("The body is not a chat completion request."))
+            counts.by_status[decision.status] += 1
+            if decision.status == 429:
+                counts.rejected += 1
+                count.rejected += 1
+            return decision
+        plan = plan_for(self.profile, ask.content, count.admitted, count.faults)
+        count.admitted += 1
+        counts.in_flight += 1
+        counts.max_in_flight = max(counts.max_in_flight, counts.in_flight)
+        if plan.fault is not None:
+            count.faults += 1
+            counts.faults[plan.fault.value] += 1
+        return plan
+
+    def _refuse(self, now: float, ask: Ask | None, authorization: str | None) -> Refusal | None:
+        profile = self.profile
+        if self.in_outage(now):
+            return Refusal(503, error_body("The judge is away.", "server_error"))
+        if _is_inside(profile.throttle_bursts, now - self._began):
+            return self._reject("Too many requests.")
+        if profile.api_key is not None and authorization != f"Bearer {profile.api_key}":
+            return Refusal(401, error_body("Incorrect API key provided.", code="invalid_api_key"))
+        if ask is None:
+            return None
+        if profile.model is not None and ask.model != profile.model:
+            message = f"The model `{ask.model}` does not exist or you do not have access to it."
+            return Refusal(404, error_body(message, code="model_not_found"))
+        if profile.insufficient_quota:
+            message = "You exceeded your current quota, please check your plan and billing details."
+            return Refusal(429, error_body(message, "insufficient_quota", "insufficient_quota"))
+        if profile.max_prompt_chars is not None and ask.prompt_chars > profile.max_prompt_chars:
+            message = f"This model's maximum context length is {profile.max_prompt_chars} characters."
+            return Refusal(400, error_body(message, code="context_length_exceeded"))
+        if profile.reject_above is not None and self.counts.in_flight >= profile.reject_above:
+            return self._reject("Too many requests are in flight.", code="concurrency_limit_exceeded")
+        over = self.rates.admit(now, usage(ask, reply_text(profile, ask.content))["total_tokens"])
+        if over is None:
+            return None
+        what, wait_s = over
+        message = f"Rate limit reached for {what}. Please try again in {wait_s * profile.time_scale:.3f}s."
+        return self._reject(message, what, "rate_limit_exceeded", wait_s=wait_s, headers=self.rates.headers(now))
+
+    def _reject(
+        self,
+        message: str,
+        kind: str = "too_many_requests",
+        code: str | None = None,
+        *,
+        wait_s: float | None = None,
+        headers: Headers | None = None,
+    ) -> Refusal:
+        """A 429. `wait_s`: the exact wait, where it is known."""
+        headers = headers or {}
+        retry_after_s = self.profile.retry_after_s
+        if retry_after_s is not None:
+            wait_s = retry_after_s if wait_s is None else wait_s
+            headers = {"Retry-After": _up_to_ms(wait_s * self.profile.time_scale), **headers}
+        return Refusal(429, error_body(message, kind, code), headers)
+
+
+def _is_inside(windows: Windows, elapsed_s: float) -> bool:
+    """Whether one of the (start_s, duration_s) windows holds this moment; its end is outside."""
+    return any(start <= elapsed_s < start + duration for start, duration in windows)
 
 
 def _up_to_ms(seconds: float) -> str:
@@ -196,289 +522,7 @@ def _up_to_ms(seconds: float) -> str:
     return f"{ceil(seconds * 1000) / 1000:g}"
 
 
-NONCE = re.compile(r"[0-9a-fA-F]{16,}")
-"""Hex digits of this length are a request's nonce or hash, not its content."""
-
-CHARS_PER_TOKEN = 4
-"""The usual estimate for English; `usage` must only be plausible and repeatable."""
-
-STREAM_PIECES = 4
-"""About how many deltas a streamed reply has: more than one, so that a reader must join them."""
-
-UNPARSEABLE_REPLY = "This answer cannot be rated."
-GARBAGE_BODY = b"upstream connect error or disconnect/reset before headers"
-HTML_BODY = b"<!doctype html><html><body><h1>Sign in to continue</h1></body></html>"
-
-STYLES: Final = {
-    "bare": "{score}",
-    "bold": "The answer is to the point, with small gaps.\n\n**{score}**",
-    "labelled": "Score: {score}/{high}",
-    "json": '{{"score": {score}, "reason": "To the point, with small gaps."}}',
-    "think": "<think>\nAt first sight a {high}; on reflection, maybe a {low}?\n</think>\n{score}",
-    "chinese": "回答切题，略有不足。评分：{score}分",
-}
-"""What `mixed` chooses from. `think` names both ends of the scale first, to mislead a careless parser."""
-
-
-class Part(msgspec.Struct):
-    """A piece of a message whose content is a list."""
-
-    type: str = "text"
-    text: str = ""
-
-
-class Message(msgspec.Struct):
-    """One message of a chat."""
-
-    role: str
-    content: str | list[Part] | None = None
-
-    @property
-    def text(self) -> str:
-        if isinstance(self.content, list):
-            return "".join(part.text for part in self.content)
-        return self.content or ""
-
-
-class Ask(msgspec.Struct):
-    """The fields of a chat completion request that matter here. Others are ignored."""
-
-    messages: list[Message]
-    model: str = ""
-    stream: bool | None = False
-    stream_options: dict[str, Any] | None = None
-    n: int | None = 1
-
-    @property
-    def user_content(self) -> str:
-        """The text of the last user message, which is judged."""
-        return next((message.text for message in reversed(self.messages) if message.role == "user"), "")
-
-    @property
-    def prompt_chars(self) -> int:
-        return sum(len(message.text) for message in self.messages)
-
-
-class Content(msgspec.Struct, frozen=True):
-    """The judged text without its nonce. Requests with equal contents repeat the same question."""
-
-    text: str
-    digest: bytes
-
-    @classmethod
-    def of(cls, user_content: str) -> Content:
-        text = NONCE.sub("", user_content)
-        return cls(text, sha256(text.encode("utf-8", "surrogatepass")).digest())
-
-    @property
-    def key(self) -> str:
-        """The key of the content in the counts."""
-        return self.digest.hex()[:32]
-
-    def score(self, low: int, high: int) -> int:
-        return low + int.from_bytes(self.digest[:8], "big") % (high - low + 1)
-
-
-def expected_score(user_content: str, low: int = 1, high: int = 10) -> int:
-    """The score that the mock judge gives this user message. Nonces are ignored."""
-    return Content.of(user_content).score(low, high)
-
-
-def reply_text(profile: JudgeProfile, content: Content) -> str:
-    """The text of the judge's reply for this content."""
-    for part, reply in profile.scores.items():
-        if part in content.text:
-            return reply
-    mixed = profile.reply_style == "mixed"
-    style = list(STYLES)[content.digest[8] % len(STYLES)] if mixed else profile.reply_style
-    low, high = profile.score_low, profile.score_high
-    return worded(content.score(low, high), style, low, high)
-
-
-def worded(score: int, style: str, low: int, high: int) -> str:
-    """Write a score as judges do."""
-    return STYLES[style].format(score=score, low=low, high=high)
-
-
-def usage(ask: Ask, text: str) -> dict[str, int]:
-    """The `usage` object for this question and this reply: at least one token each."""
-    prompt = max(1, ask.prompt_chars // CHARS_PER_TOKEN)
-    completion = max(1, len(text) // CHARS_PER_TOKEN) * (ask.n or 1)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-
-
-def completion(ask: Ask, content: Content, text: str | None, *, model: str, has_choices: bool = True) -> list[bytes]:
-    """The body of a chat completion in one piece, or its server-sent events if the request asks for a stream."""
-    count = (ask.n or 1) if has_choices else 0
-    kind = "chat.completion.chunk" if ask.stream else "chat.completion"
-    head = {"id": f"chatcmpl-{content.key}", "object": kind, "created": int(time.time()), "model": model}
-    used = usage(ask, text or "")
-
-    def choices(finish_reason: str | None, **said: object) -> dict[str, Any]:
-        return {"choices": [{"index": index, **said, "finish_reason": finish_reason} for index in range(count)]}
-
-    if not ask.stream:
-        message = {"role": "assistant", "content": text}
-        return [msgspec.json.encode({**head, **choices("stop", message=message, logprobs=None), "usage": used})]
-    words = text or ""
-    step = max(1, ceil(len(words) / STREAM_PIECES))
-    events = [choices(None, delta={"role": "assistant", "content": ""})]
-    events += [choices(None, delta={"content": words[at : at + step]}) for at in range(0, len(words), step)]
-    events.append(choices("stop", delta={}))
-    if ask.stream_options and ask.stream_options.get("include_usage"):
-        events.append({"choices": [], "usage": used})
-    lines = [msgspec.json.encode({**head, **event}) for event in events]
-    return [b"data: " + line + b"\n\n" for line in [*lines, b"[DONE]"]]
-
-
-def error_body(message: str, kind: str, code: str | None = None) -> bytes:
-    """An error as the OpenAI API writes it."""
-    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": code}})
-
-
-STANDARD_NORMAL = NormalDist()
-
-TWO_TO_53 = 2**53
-"""Number of equally spaced doubles in [0, 1): 53 bits of a hash make one of them."""
-
-RATE_MESSAGE = "Rate limit reached for {what}. Please try again in {wait_s:.3f}s."
-CROWDED_MESSAGE = "Too many requests are in flight."
-BARE_MESSAGE = "Too many requests."
-
-
-class Plan(msgspec.Struct, frozen=True):
-    """A request is admitted."""
-
-    service_s: float
-    """Time it needs when the judge is not crowded. A fault occurs after it; a hang needs no service."""
-    fault: Fault | None = None
-
-
-class Refusal(msgspec.Struct, frozen=True):
-    """A request is refused."""
-
-    status: int
-    body: bytes
-    headers: Headers = ()
-
-
-class Outage(msgspec.Struct, frozen=True):
-    """The judge is away: abort the connection."""
-
-
-Decision = Plan | Refusal | Outage
-
-
-def draws(seed: int, content: Content, attempt: int) -> tuple[float, float]:
-    """Two independent numbers in [0, 1), determined by seed, content and attempt on every machine."""
-    bits = blake2b(content.digest + f"{seed}:{attempt}".encode(), digest_size=16).digest()
-    first, second = (int.from_bytes(half, "big") >> 11 for half in (bits[:8], bits[8:]))
-    return first / TWO_TO_53, second / TWO_TO_53
-
-
-def plan_for(profile: JudgeProfile, content: Content, attempt: int, faults_so_far: int = 0) -> Plan:
-    """Plan the attempt-th admitted request (from 0) for this content."""
-    luck, pace = draws(profile.seed, content, attempt)
-    fault = None
-    if profile.faults_per_content is None or faults_so_far < profile.faults_per_content:
-        edges = accumulate(getattr(profile, share) for share in SHARES)
-        fault = next((fault for fault, edge in zip(Fault, edges, strict=True) if luck < edge), None)
-    service_s = profile.latency_s
-    if profile.latency == "lognormal" and service_s > 0.0:
-        location = log(service_s) - profile.sigma**2 / 2  # so that the mean, not the median, is latency_s
-        # The quantile of 0 is minus infinity, so move half a step up.
-        service_s = exp(location + profile.sigma * STANDARD_NORMAL.inv_cdf(pace or 0.5 / TWO_TO_53))
-    return Plan(service_s, fault)
-
-
-def inside(windows: Windows, elapsed_s: float) -> bool:
-    """Whether one of the (start_s, duration_s) windows holds this moment; its end is outside."""
-    return any(start <= elapsed_s < start + duration for start, duration in windows)
-
-
-class Behaviour:
-    """Decides about each request in turn, from the profile, the rates so far and the start of the schedule."""
-
-    def __init__(self, profile: JudgeProfile) -> None:
-        self.profile = profile
-        self.rates = RateLimits(profile)
-        self._began = inf
-
-    def begin(self, now: float) -> bool:
-        """Start the clock of the schedule at the first chat request. True the first time."""
-        is_first = self._began == inf
-        self._began = min(self._began, now)
-        return is_first
-
-    def in_outage(self, now: float) -> bool:
-        """Whether the judge is away. Never before the first request."""
-        return inside(self.profile.outages, now - self._began)
-
-    def decide(
-        self,
-        now: float,
-        ask: Ask | None,
-        content: Content,
-        *,
-        authorization: str | None,
-        tokens: int,
-        in_flight: int,
-        attempt: int,
-        faults_so_far: int = 0,
-    ) -> Decision:
-        """Decide about one request. `ask` is None if its body is no chat request."""
-        profile = self.profile
-        if self.in_outage(now):
-            away = Refusal(503, error_body("The judge is away.", "server_error"))
-            return Outage() if profile.outage_kind == "refuse" else away
-        if inside(profile.throttle_bursts, now - self._began):
-            return self._too_many(BARE_MESSAGE)
-        refusal = self._unacceptable(ask, authorization)
-        if refusal is not None:
-            return refusal
-        if profile.reject_above is not None and in_flight >= profile.reject_above:
-            return self._too_many(CROWDED_MESSAGE, code="concurrency_limit_exceeded")
-        over = self.rates.admit(now, tokens)
-        if over is not None:
-            what, wait_s = over
-            wait_s *= profile.time_scale
-            message = RATE_MESSAGE.format(what=what, wait_s=wait_s)
-            headers = self._retry_after(wait_s) + self.rates.headers(now)
-            return Refusal(429, error_body(message, what, "rate_limit_exceeded"), headers)
-        return plan_for(profile, content, attempt, faults_so_far)
-
-    def _unacceptable(self, ask: Ask | None, authorization: str | None) -> Refusal | None:
-        """A refusal that no retry of this request could change."""
-        profile = self.profile
-
-        def refuse(status: int, message: str, kind: str = "invalid_request_error", code: str | None = None) -> Refusal:
-            return Refusal(status, error_body(message, kind, code))
-
-        if profile.api_key is not None and authorization != f"Bearer {profile.api_key}":
-            return refuse(401, "Incorrect API key provided.", code="invalid_api_key")
-        if ask is None:
-            return refuse(400, "The body is not a chat completion request.")
-        if profile.model is not None and ask.model != profile.model:
-            message = f"The model `{ask.model}` does not exist or you do not have access to it."
-            return refuse(404, message, code="model_not_found")
-        if profile.insufficient_quota:
-            message = "You exceeded your current quota, please check your plan and billing details."
-            return refuse(429, message, "insufficient_quota", "insufficient_quota")
-        if profile.max_prompt_chars is not None and ask.prompt_chars > profile.max_prompt_chars:
-            message = f"This model's maximum context length is {profile.max_prompt_chars} characters."
-            return refuse(400, message, code="context_length_exceeded")
-        return None
-
-    def _too_many(self, message: str, code: str | None = None) -> Refusal:
-        wait_s = self.profile.retry_after_s
-        headers = () if wait_s is None else self._retry_after(wait_s * self.profile.time_scale)
-        return Refusal(429, error_body(message, "too_many_requests", code), headers)
-
-    def _retry_after(self, wait_s: float) -> Headers:
-        """The header for a wait in wall seconds."""
-        if self.profile.retry_after_s is None:
-            return ()
-        return (("Retry-After", _up_to_ms(wait_s)),)
+# -- capacity ---------------------------------------------------------------------------------------------------------
 
 
 class ProcessorSharing:
@@ -491,7 +535,7 @@ class ProcessorSharing:
     """
 
     def __init__(self, knee: float | None) -> None:
-        self._knee = knee
+        self._knee = inf if knee is None else knee
         self._virtual = 0.0
         self._now = 0.0
         self._ends: list[tuple[float, int]] = []
@@ -524,36 +568,24 @@ class ProcessorSharing:
 
     def next_finish(self) -> float:
         """When the next request ends if nobody joins or leaves before; infinity if none is in service."""
-        if self._finished:
-            return self._now
-        self._skip_the_gone()
-        if not self._ends:
-            return inf
-        return self._now + (self._ends[0][0] - self._virtual) / self._rate()
+        return self._now if self._finished else self._next_end()
 
     def _rate(self) -> float:
-        return 1.0 if self._knee is None else min(1.0, self._knee / len(self._active))
+        return min(1.0, self._knee / len(self._active))
 
-    def _skip_the_gone(self) -> None:
+    def _next_end(self) -> float:
+        """When the first entry of the heap ends at the current rate; infinity if there is none."""
         while self._ends and self._ends[0][1] not in self._active:
             heappop(self._ends)
+        return self._now + (self._ends[0][0] - self._virtual) / self._rate() if self._ends else inf
 
     def _advance(self, now: float) -> None:
         """Move to `now` from end to end, because each end changes the rate. A late caller loses no precision."""
-        while True:
-            self._skip_the_gone()
-            if not self._ends:
-                break
-            end, ticket = self._ends[0]
-            rate = self._rate()
-            ends_at = self._now + (end - self._virtual) / rate
-            if ends_at > now:
-                self._virtual += (now - self._now) * rate
-                break
-            heappop(self._ends)
+        while (ends_at := self._next_end()) <= now:
+            self._virtual, ticket = heappop(self._ends)
             self._active.discard(ticket)
             self._finished.append(ticket)
-            self._virtual, self._now = end, max(self._now, ends_at)
-        if not self._ends:
-            self._virtual = 0.0  # a new origin when idle keeps the floats small
+            self._now = max(self._now, ends_at)
+        # A new origin when idle keeps the floats small.
+        self._virtual = self._virtual + (now - self._now) * self._rate() if self._ends else 0.0
         self._now = max(self._now, now)
