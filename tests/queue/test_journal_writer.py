@@ -139,7 +139,7 @@ async def test_a_write_that_nobody_awaits_any_more_is_still_written_and_followed
     write = writer.write(Reserved(1), on_durable=lambda: durable.append(1))
     write.cancel()
     journal.go.set()
-    await writer.flush()
+    await writer.write()
     assert [one for batch in journal.appended for one in batch] == [Reserved(1)]
     assert durable == [1]
     await writer.close()

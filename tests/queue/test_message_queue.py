@@ -685,13 +685,7 @@ async def test_every_prompt_is_trained_once_or_abandoned_whatever_fails(seed: in
     assert (frontier.low, frontier.ended) == (200, ())
     assert hammer.lag <= queue.policy.bounds.max_lag_allowed
     assert (queue.memory_bytes, queue.policy.open, queue.policy.ready) == (0, 0, 0)
-    assert (
-        not queue._tickets
-        and not queue._owners
-        and not queue._stored
-        and not queue._steps.list_taken()
-        and not queue._requests
-    )
+    assert not queue._tickets and not queue._owners and not queue._stored and not queue._steps and not queue._requests
 
 
 # -- what an engine failed on -----------------------------------------------------------------------------------------
