@@ -38,19 +38,19 @@ models = st.lists(
 
 @settings(max_examples=80, deadline=None)
 @given(models, st.integers(1, 400))
-def test_buckets_are_full_of_aligned_tensors_that_read_as_they_were_written(
+def test_buckets_have_all_tensors_in_order_and_they_read_as_they_were_written(
     tensors: dict[str, Tensor], bucket_bytes: int
 ) -> None:
     entries = in_buckets(tensors, bucket_bytes)
-    assert entries.keys() == tensors.keys()
+    assert list(entries) == list(tensors)
     parts, sizes = by_bucket(entries), bucket_sizes(entries)
     assert sum(map(len, parts)) == len(tensors) and all(parts)
     for part, size in zip(parts, sizes, strict=True):
         end = 0
         for name, entry in part.items():
-            assert entry.start == end, "nothing lies in between"
-            assert entry.start % tensors[name].element_size() == 0
-            end += entry.n_bytes
+            width = tensors[name].element_size()
+            assert entry.start % width == 0 and end <= entry.start < end + width, "no gap but for the alignment"
+            end = entry.start + entry.n_bytes
         assert end == size
         assert size <= bucket_bytes or sum(entry.n_bytes > 0 for entry in part.values()) == 1
     buffers = [torch.empty(size, dtype=torch.uint8) for size in sizes]
@@ -61,23 +61,16 @@ def test_buckets_are_full_of_aligned_tensors_that_read_as_they_were_written(
     assert sum_of_buckets(entries, buffers) == content_sum(tensors.values())
 
 
-def test_the_tensors_of_a_layer_stay_together() -> None:
-    """vLLM finishes a layer when all of its tensors have arrived."""
-    tensors = {f"layer.{index}.{part}": torch.zeros(4) for index in range(3) for part in "qkv"}
-    assert list(in_buckets(tensors, 1 << 20)) == list(tensors)
-
-
 @settings(max_examples=40, deadline=None)
 @given(models)
 def test_packed_weights_have_every_shape_and_type_bit_for_bit(tensors: dict[str, Tensor]) -> None:
     tensors["head"] = torch.ones(1)  # a model is never empty
     packed = pack(tensors)
     found = packed.tensors()
-    assert found.keys() == tensors.keys()
+    assert list(found) == list(tensors)
     for name, tensor in tensors.items():
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
     assert packed.checksum == content_sum(tensors.values()) == content_sum(reversed(found.values()))
-    assert packed.n_bytes == packed.buffer.nbytes
 
 
 def test_a_packed_copy_does_not_follow_its_source_and_reads_views_in_their_order() -> None:

@@ -165,17 +165,17 @@ BUCKET_BYTES = 1 << 30
 
 
 def in_buckets(tensors: Mapping[str, torch.Tensor], bucket_bytes: int) -> dict[str, Entry]:
-    """Lay out tensors in buckets without gaps: the widest types first, so that all are aligned. Tensors of one type
-    keep their order."""
+    """Lay out tensors in buckets, in their order and aligned to their elements: there are no gaps in a bucket of one
+    type."""
     entries: dict[str, Entry] = {}
     bucket, end = 0, 0
-    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
-        size = tensor.numel() * tensor.element_size()
-        if end and end + size > bucket_bytes:
-            bucket, end = bucket + 1, 0
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        entries[name] = Entry(dtype, tuple(tensor.shape), end, bucket)
-        end += size
+    for name, tensor in tensors.items():
+        size, width = tensor.numel() * tensor.element_size(), tensor.element_size()
+        start = -(-end // width) * width
+        if end and start + size > bucket_bytes:
+            bucket, start = bucket + 1, 0
+        entries[name] = Entry(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start, bucket)
+        end = start + size
     return entries
 
 
@@ -189,7 +189,7 @@ def by_bucket(entries: Mapping[str, Entry]) -> list[dict[str, Entry]]:
 
 def bucket_sizes(entries: Mapping[str, Entry]) -> list[int]:
     """Return the bytes of each bucket."""
-    return [sum(entry.n_bytes for entry in part.values()) for part in by_bucket(entries)]
+    return [max(entry.start + entry.n_bytes for entry in part.values()) for part in by_bucket(entries)]
 
 
 def views(entries: Mapping[str, Entry], buffers: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
