@@ -222,10 +222,13 @@ class World:
         call = lambda: self.queue.admit(name, want=want, load=len(held), wait_s=LONG_S, holding=held)  # noqa: E731
         self.ask("admit", name, call=call)
 
-    def lose_admission(self, name: str) -> None:
+    def lose_admission(self, name: str, *, cancel: bool) -> None:
         """The replica gives up waiting for the answer, which may have come or not. Both live on."""
         if ("admit", name) in self.calls:
-            self.zombies.append(self.calls.pop(("admit", name)))
+            call = self.calls.pop(("admit", name))
+            self.zombies.append(call)
+            if cancel:
+                call.cancel()
 
     def heard_admit(self, admission: Any, name: str) -> None:
         for ticket in admission.tickets:
@@ -405,6 +408,9 @@ class World:
         assert ended(frontier) == abandoned.union(trained)
         if self.bounds.total_groups is None or len(ended(frontier)) < self.bounds.total_groups:
             assert ended(frontier) == set(range(self.prompts or 0))
+        if self.bounds.total_groups is None:
+            queue = self.queue
+            assert not any((queue._tickets, queue._owners, queue._stored, queue._steps, queue.memory_bytes))
         restored = restore(self.journal, total=self.prompts, checkpoint=None)
         assert restored.ledger.frontier() == frontier
         assert restored.step == self.trainer.step
@@ -473,11 +479,11 @@ class Kills(RuleBasedStateMachine):
             world.load("b")
             world.announce()
 
-    @rule(name=REPLICAS, want=st.integers(1, 6), heard=st.booleans(), lost=st.booleans())
-    def a_replica_asks(self, name: str, want: int, heard: bool, lost: bool) -> None:
-        """`lost`: it will not hear the answer to its earlier call."""
+    @rule(name=REPLICAS, want=st.integers(1, 6), heard=st.booleans(), lost=st.sampled_from(["", "answer", "call"]))
+    def a_replica_asks(self, name: str, want: int, heard: bool, lost: str) -> None:
+        """`lost`: the answer to its earlier call, which continues in the queue or is cancelled."""
         if lost:
-            self.world.lose_admission(name)
+            self.world.lose_admission(name, cancel=lost == "call")
         self.world.admit(name, want)
         if heard:
             self.world.hear()

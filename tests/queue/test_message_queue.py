@@ -1,16 +1,14 @@
-"""The queue as its callers see it: who waits for what, and that every prompt is trained exactly once."""
+"""The queue as its callers see it: who waits for what, and what becomes of every group."""
 
 from __future__ import annotations
 
 import asyncio
 import pickle
-import random
-from collections import Counter
 from typing import Any
 
 import pytest
 
-from freewheel.data.group import EncodedGroups, Ticket
+from freewheel.data.group import Ticket
 from freewheel.queue.client import Taken
 from freewheel.queue.ledger import BUDGETS, Kind, data_failure, infra_failure
 from freewheel.queue.message_queue import MessageQueue
@@ -494,93 +492,3 @@ async def test_a_queue_without_a_journal_resumes_at_a_frontier() -> None:
     one.queue = MessageQueue(bounds=bounds, frontier=frontier, version=1, step=1)
     assert [ticket.ordinal for ticket in await one.admit(9)] == [0, 2, 3, 4]
     assert (await one.queue.stats())["published_version"] == 1
-
-
-# -- all at once ------------------------------------------------------------------------------------------------------
-
-
-class Hammer:
-    """Rollouters and a trainer with prefetch on one queue, each of which fails now and then."""
-
-    def __init__(self, seed: int, queue: MessageQueue) -> None:
-        self.rng = random.Random(seed)
-        self.queue = queue
-        self.trained: Counter[int] = Counter()
-        self.lag = 0
-
-    async def pause(self) -> None:
-        for _ in range(self.rng.randrange(4)):
-            await asyncio.sleep(0)
-
-    async def rollouter(self, name: str) -> None:
-        rng, queue = self.rng, self.queue
-        while True:
-            asking = asyncio.ensure_future(queue.admit(name, want=rng.randrange(1, 5), load=0, wait_s=LONG_S))
-            if rng.random() < 0.1:
-                await self.pause()
-                asking.cancel()
-                await asyncio.wait([asking])
-                if asking.cancelled():
-                    continue
-            admission = await asking
-            if admission.closed:
-                return
-            version = queue.policy.published
-            for ticket in rng.sample(admission.tickets, len(admission.tickets)):
-                await self.pause()
-                fate = rng.random()
-                if fate < 0.05:
-                    await queue.fail(ticket, infra_failure("engine", "died"))
-                elif fate < 0.08:
-                    await queue.abandon(ticket, "zero_variance")
-                elif fate < 0.12:
-                    await queue.release_replica(name)
-                else:
-                    old = rng.random() < 0.05
-                    await queue.put(block([ticket], version - 20 if old else version), wait_s=NOW_S)
-                    if rng.random() < 0.1:
-                        await queue.put(block([ticket], version), wait_s=NOW_S)
-                    if rng.random() < 0.1:
-                        await queue.fail(ticket, infra_failure("timeout", "late"))
-
-    async def trainer(self) -> None:
-        rng, queue, step = self.rng, self.queue, 1
-        ahead: asyncio.Task[Taken] = asyncio.ensure_future(queue.take(1, wait_s=LONG_S))
-        while (taken := await ahead).state == "batch":
-            if rng.random() < 0.1:  # it restarts
-                await queue.give_back(step)
-                taken = await queue.take(step, wait_s=LONG_S)
-            while taken.groups is not None and (old := self.stale(taken.groups)):
-                taken = await queue.replace_stale(step, old, wait_s=LONG_S)
-            if taken.groups is None:
-                return
-            ahead = asyncio.ensure_future(queue.take(step + 1, wait_s=LONG_S))
-            await self.pause()
-            self.lag = max(self.lag, queue.policy.lag(min(one.min_version for one in taken.groups)))
-            self.trained.update(one.ticket.ordinal for one in taken.groups)
-            version = await queue.commit(step, wait_s=NOW_S)
-            assert version is not None and await queue.commit(step, wait_s=NOW_S) == version
-            await self.pause()
-            await queue.confirm_published(version)
-            step += 1
-
-    def stale(self, groups: EncodedGroups) -> list[int]:
-        policy = self.queue.policy
-        stale = policy.bounds.find_stale([one.min_version for one in groups], policy.version)
-        return [groups[index].ticket.sequence for index in stale]
-
-
-@pytest.mark.parametrize("seed", range(8))
-async def test_every_prompt_is_trained_once_or_abandoned_whatever_fails(seed: int) -> None:
-    queue = Scene(per_step=4, threshold=seed % 3, window=6, prompts=200, max_lag_allowed=seed % 3 + 2).queue
-    hammer = Hammer(seed, queue)
-    rollouters = [asyncio.ensure_future(hammer.rollouter(f"r{one}")) for one in range(5)]
-    await asyncio.wait_for(asyncio.gather(hammer.trainer(), *rollouters), LONG_S)
-    assert set(hammer.trained.values()) == {1}
-    assert len(hammer.trained) + sum(queue.ledger.abandoned.values()) == 200
-    frontier = await queue.read_frontier(queue.step, wait_s=NOW_S)
-    assert frontier is not None
-    assert (frontier.low, frontier.ended) == (200, ())
-    assert hammer.lag <= queue.policy.bounds.max_lag_allowed
-    assert (queue.memory_bytes, queue.policy.open, queue.policy.ready) == (0, 0, 0)
-    assert not any((queue._tickets, queue._owners, queue._stored, queue._steps, queue._requests))
