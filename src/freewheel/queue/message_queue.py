@@ -90,7 +90,6 @@ class MessageQueue:
         restored: Restored | None = None,
         keep_groups: int = 0,
         retry_delay_s: float = RETRY_DELAY_S,
-        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """`journal` None: in memory, starting from `frontier`, `version` and `step`. `restored` takes precedence over
         these. `keep_groups`: trained groups that the journal keeps for later inspection."""
@@ -107,12 +106,10 @@ class MessageQueue:
         self.total_consumed = self.ledger.trained
         self.dropped: Counter[str] = Counter()
         self.memory_bytes = sum(len(group.data) for group in start.stored.values())
-        self._wall_clock = wall_clock
         self._retry_delay_s = retry_delay_s
         self._keep_groups = keep_groups
         self._journal = journal
-        self._reserved = start.policy.next_sequence
-        self._is_reserving = False
+        self._reserved = self._reserving = start.policy.next_sequence  # sequences below are reserved, or soon will be
         self._changed = Signal()
         self._requests: list[TicketRequest] = []
         # By sequence, until the group is trained or dropped:
@@ -203,16 +200,13 @@ class MessageQueue:
         """
         if self._journal is None:
             return sys.maxsize
-        next_sequence = self.policy.next_sequence
-        if self._reserved - next_sequence < SEQUENCES_RESERVED // 2 and not self._is_reserving:
-            self._is_reserving = True
-            below = max(self._reserved, next_sequence) + SEQUENCES_RESERVED
-            self._write(Reserved(below), on_durable=partial(self._finish_reserve, below))
-        return max(0, self._reserved - next_sequence)
+        if self._reserving - self.policy.next_sequence < SEQUENCES_RESERVED // 2:
+            self._reserving += SEQUENCES_RESERVED
+            self._write(Reserved(self._reserving), on_durable=partial(self._finish_reserve, self._reserving))
+        return self._reserved - self.policy.next_sequence
 
     def _finish_reserve(self, below: int) -> None:
         self._reserved = below
-        self._is_reserving = False
         self._wake()
 
     def _update_exhausted(self) -> None:
@@ -236,7 +230,7 @@ class MessageQueue:
             elif self._owners.pop(ticket.sequence, None) is None:
                 self.dropped["late"] += 1
             else:
-                fresh.append(Stored(ticket, min_version, data, self._wall_clock()))
+                fresh.append(Stored(ticket, min_version, data, time.time()))
         if fresh:
             for group in fresh:
                 self._stored[group.ticket.sequence] = group
@@ -266,7 +260,7 @@ class MessageQueue:
         if ticket.sequence not in self._owners:
             return
         self._release(ticket.sequence, failure.reason)
-        self._write(Failed(ticket, failure.kind, failure.reason, failure.detail, self._wall_clock()))
+        self._write(Failed(ticket, failure.kind, failure.reason, failure.detail, time.time()))
         if self._retry_delay_s and failure.kind is Kind.INFRA and failure.reason != "lost":
             delay_s = min(self._retry_delay_s * 2**ticket.attempt, LONGEST_RETRY_DELAY_S)
             loop = asyncio.get_running_loop()
@@ -402,7 +396,7 @@ class MessageQueue:
         if step > self.step and step not in self._committing:
             assert step == self.step + 1, f"step {step} comes too early: {self.step} are committed"
             assert self._is_whole(step), f"step {step} lacks groups that are being replaced, or was not taken"
-            event = Committed(step, self.policy.version_after_step, self._wall_clock())
+            event = Committed(step, self.policy.version_after_step, time.time())
             written = self._write(event, on_durable=partial(self._finish_commit, event))
             if written is not None:
                 self._committing[step] = written
@@ -570,14 +564,14 @@ class MessageQueue:
         return None
 
     def _write_abandoned(self, ticket: Ticket, reason: str) -> None:
-        self._write(Abandoned(ticket.ordinal, ticket.attempt, reason, self._wall_clock()))
+        self._write(Abandoned(ticket.ordinal, ticket.attempt, reason, time.time()))
 
     def _retry(self, ticket: Ticket, reason: str) -> Event:
         """Issue the prompt again at no cost: the attempt was stale or lost, which is not the prompt's fault. Returns
         the event for the journal."""
         self._release(ticket.sequence, reason)
         self.ledger.retry(ticket.ordinal, reason)
-        return Failed(ticket, None, reason, "", self._wall_clock())
+        return Failed(ticket, None, reason, "", time.time())
 
     def _release(self, sequence: int, reason: str) -> None:
         """Free the slot of a group that will not be trained."""
