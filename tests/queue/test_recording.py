@@ -170,6 +170,20 @@ async def test_a_step_is_given_out_and_trained_only_when_the_journal_has_it(buil
     assert await one.queue.commit(1, wait_s=NOW_S) == 1
 
 
+async def test_a_step_that_changes_while_it_is_written_is_given_out_as_it_is_on_disk(build: Build) -> None:
+    one = build(threshold=2)
+    await one.put(3)
+    taking = asyncio.ensure_future(one.queue.take(1, wait_s=LONG_S))
+    await asyncio.sleep(0)
+    assert (await one.queue.replace_stale(1, [0], wait_s=NOW_S)).state == "starved"
+    one.writer.work(1)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not taking.done(), "only the step's first groups are on disk"
+    await one.disk()
+    assert ordinals(await taking) == [1, 2]
+
+
 async def test_a_version_that_ends_early_is_complete_only_when_the_journal_has_it(build: Build) -> None:
     one = build(steps_per_version=2)
     await one.train(1)
