@@ -233,7 +233,7 @@ def test_a_group_of_nccl_has_the_same_calls() -> None:
 
 def run_engine(pipe: Connection, name: str) -> None:
     """Receives pickled weights. Answers with their version if they are intact, and whether it joined a new group.
-    `fails`: an error in the middle of a version."""
+    `fails`: an error before or after it receives a version, which ends its group."""
     torch.set_num_threads(1)
     group: Any = None
     for sent, version, fails in iter(pipe.recv, None):
@@ -243,10 +243,11 @@ def run_engine(pipe: Connection, name: str) -> None:
                 if meeting["port"]:
                     place = {"address": meeting["address"], "port": meeting["port"], "size": meeting["size"]}
                     group = TorchGroup(meeting["kind"], **place, rank=1, timeout_s=WAIT_S)
+                if fails != "before":
+                    receive(group, staged)
                 if fails:
                     group = None
                     raise ValueError("the engine refused it")
-                receive(group, staged)
             pipe.send((version if equals(staged.tensors, version) else None, bool(meeting["port"])))
         except Exception as error:  # noqa: BLE001  # the test expects it
             pipe.send(type(error).__name__)
@@ -283,14 +284,16 @@ def test_each_engine_receives_every_version_in_its_own_group_and_a_failure_costs
     one, other = engines("one"), engines("other")
     held = [packer(weights_of(version)) for version in range(4)]
 
-    def ask(engine: Process, version: int, *, fails: bool = False) -> Any:
+    def ask(engine: Process, version: int, *, fails: str = "") -> Any:
         return engine.ask((pickle.dumps(held[version]), version, fails))
 
     assert ask(one, 1) == (1, True) and ask(other, 2) == (2, True)
     assert ask(one, 2) == (2, False), "the group exists"
-    assert ask(one, 3, fails=True) == "ValueError"
+    assert ask(one, 3, fails="before") == "ValueError"
     assert ask(other, 3) == (3, False), "another engine's failure changes nothing"
     assert ask(one, 3) == (3, True), "the group was out of step, so another was created"
+    assert ask(one, 2, fails="after") == "ValueError"
+    assert ask(one, 3) == (3, True), "also if the trainer had sent everything"
     one.close()
     assert ask(engines("one"), 3) == (3, True), "the successor has another group"
     assert len(server._groups) == 2
@@ -308,7 +311,7 @@ def run_dying_trainer(pipe: Connection) -> None:
 
 def test_weights_are_gone_with_a_trainer_that_dies_while_it_sends(engines: Callable[[str], Process]) -> None:
     sent = Process(run_dying_trainer).answer()
-    assert engines("one").ask((sent, 1, False)) == "WeightsGone"
+    assert engines("one").ask((sent, 1, "")) == "WeightsGone"
 
 
 def test_weights_that_are_not_held_or_whose_trainer_ended_are_gone(packer: DevicePacker, server: WeightServer) -> None:

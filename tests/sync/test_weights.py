@@ -61,6 +61,11 @@ def test_buckets_have_all_tensors_in_order_and_they_read_as_they_were_written(
     assert sum_of_buckets(entries, buffers) == content_sum(tensors.values())
 
 
+def test_a_bucket_is_filled_to_its_last_byte() -> None:
+    tensors = {name: torch.zeros(2) for name in "abc"}
+    assert bucket_sizes(in_buckets(tensors, 16)) == [16, 8]
+
+
 @settings(max_examples=40, deadline=None)
 @given(models)
 def test_packed_weights_have_every_shape_and_type_bit_for_bit(tensors: dict[str, Tensor]) -> None:

@@ -441,7 +441,7 @@ class MessageQueue:
 
     async def _compact(self, journal: JournalWriter, step: int) -> None:
         try:  # ahead of writes that wait for room, because it can free the room
-            await journal.read(partial(_compact, step=step, keep_groups=self._keep_groups), makes_room=True)
+            await journal.read(partial(_compact_until, step=step, keep_groups=self._keep_groups), makes_room=True)
         except Exception as error:
             if not is_temporary(error) and not isinstance(error, JournalClosed):
                 raise
@@ -625,7 +625,7 @@ def _read_groups(journal: Journal, *, step: int) -> list[Stored]:
     return found
 
 
-def _compact(journal: Journal, *, step: int, keep_groups: int) -> None:
+def _compact_until(journal: Journal, *, step: int, keep_groups: int) -> None:
     if step > journal.base().step:
         journal.compact(step=step, frontier=frontier_at(journal, step=step), keep_groups=keep_groups)
 
