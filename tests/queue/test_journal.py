@@ -29,7 +29,6 @@ from freewheel.queue.journal import (
     Committed,
     Event,
     Failed,
-    GivenBack,
     Journal,
     JournalBusy,
     JournalDamaged,
@@ -39,7 +38,6 @@ from freewheel.queue.journal import (
     Step,
     Stored,
     Took,
-    VersionCompleted,
     set_aside,
 )
 from freewheel.queue.ledger import Frontier
@@ -57,12 +55,9 @@ def group(sequence: int, *, size: int = 300, ordinal: int | None = None, attempt
     return Stored(Ticket(sequence if ordinal is None else ordinal, sequence, attempt), sequence % 7, data, sequence / 8)
 
 
-def trained(step: int, sequences: Sequence[int]) -> list[Event]:
-    return [
-        *(group(one) for one in sequences),
-        Took(step, tuple(group(one).ticket for one in sequences)),
-        Committed(step, step, float(step)),
-    ]
+def trained(step: int, sequences: Sequence[int], *, size: int = 300) -> list[Event]:
+    groups = [group(one, size=size) for one in sequences]
+    return [*groups, Took(step, tuple(one.ticket for one in groups)), Committed(step, step, float(step))]
 
 
 @contextlib.contextmanager
@@ -79,19 +74,38 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "journal.sqlite"
 
 
+@pytest.fixture
+def journal(path: Path) -> Iterator[Journal]:
+    with opened(path) as one:
+        yield one
+
+
 def sequences(journal: Journal) -> list[int]:
     return [one.ticket.sequence for one in journal.stored()]
+
+
+def everything(journal: Journal) -> list[object]:
+    """All content, row by row."""
+    steps = list(journal.steps(after=0))
+    rows = [journal.base(), journal.reserved(), steps, [journal.groups(one.step) for one in steps]]
+    rows += [list(journal.stored()), list(journal.failures()), list(journal.abandoned())]
+    return [msgspec.msgpack.encode(one) for one in rows]
 
 
 # -- events -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_next_process_reads_what_was_appended(path: Path):
+def test_the_next_process_reads_what_was_appended_and_a_repeated_event_changes_nothing(path: Path):
     failure = Failed(Ticket(5, 5, 1), "infra", "engine", "it broke", 7.0)
-    given_up = Abandoned(6, 2, "prompt", 8.0)
+    abandoned = Abandoned(6, 2, "prompt", 8.0)
+    events = [*trained(1, [0, 1]), group(2), Took(2, (Ticket(3, 3),), 1), failure, abandoned, Reserved(1024)]
     with opened(path) as journal:
-        journal.append([*trained(1, [0, 1]), group(2), Took(2, (Ticket(3, 3),), 1), failure, given_up, Reserved(1024)])
+        assert journal.last_step() == 0
+        journal.append(events)
     with opened(path) as journal:
+        before = everything(journal)
+        journal.append([*events, Reserved(1), Took(3, ())])
+        assert everything(journal) == before
         assert journal.base() == CheckpointMark()
         assert list(journal.steps(after=0)) == [
             Step(1, 1, (Ticket(0, 0), Ticket(1, 1)), 0, 1.0),
@@ -101,69 +115,42 @@ def test_the_next_process_reads_what_was_appended(path: Path):
         assert journal.groups(1) == [group(0), group(1)]
         assert list(journal.failures()) == list(journal.failures(5)) == [failure]
         assert list(journal.failures(4)) == []
-        assert list(journal.abandoned()) == [given_up]
+        assert list(journal.abandoned()) == [abandoned]
         assert journal.reserved() == 1024
+    with contextlib.closing(Journal(path, readonly=True, checked=False)) as reader:
+        assert reader.last_step() == 1, "the last committed step"
 
 
-def test_a_repeated_event_changes_nothing(path: Path):
-    events: list[Event] = [
-        *trained(1, [0, 1]),
-        group(2),
-        Took(2, (Ticket(2, 2),)),
-        GivenBack(2),
-        Failed(Ticket(3, 3), None, "stale", "", 1.0),
-        Abandoned(3, 1, "reward", 2.0),
-        VersionCompleted(1, 1),
-        Reserved(10),
-    ]
-    with opened(path) as journal:
+def test_a_group_is_stored_until_a_step_takes_it_or_its_attempt_fails(journal: Journal):
+    journal.append([group(one) for one in range(5)])
+    journal.append([Took(1, (Ticket(1, 1), Ticket(3, 3)))])
+    assert sequences(journal) == [0, 2, 4]
+    journal.append([Took(1, ()), Failed(Ticket(4, 4), "data", "reward", "x" * 10**6, 0.0)])
+    assert sequences(journal) == [0, 1, 2, 3]
+    assert [len(one.detail) for one in journal.failures()] == [journal_module.DETAIL_CHARS]
+
+
+def test_a_step_changes_until_it_is_committed_and_then_only_to_a_later_version(journal: Journal):
+    journal.append([group(one) for one in range(3)])
+    journal.append([Took(1, (Ticket(0, 0), Ticket(1, 1)))])
+    journal.append([Failed(Ticket(1, 1), None, "stale", "", 0.0), Took(1, (Ticket(0, 0),), 1)])
+    journal.append([Took(1, (Ticket(0, 0), Ticket(2, 2)))])
+    for events, version in (
+        ([Committed(1, 1, 1.0), Took(1, (Ticket(2, 2),)), Took(1, ())], 1),
+        ([Committed(1, 2, 1.0), Committed(1, 1, 9.0)], 2),
+    ):
         journal.append(events)
-        before = everything(journal)
-        journal.append(events)
-        assert everything(journal) == before
+        assert list(journal.steps(after=0)) == [Step(1, version, (Ticket(0, 0), Ticket(2, 2)), 0, 1.0)]
+    assert journal.groups(1) == [group(0), group(2)]
+    journal.compact(step=1, frontier=Frontier(low=1, ended=(2,)), keep_groups=0)
+    journal.append([Committed(1, 3, 1.0)])
+    assert [one.version for one in journal.steps(after=0)] == [2], "a checkpoint covers it"
 
 
-def test_the_end_of_a_run_completes_the_version_of_its_last_step(path: Path):
-    with opened(path) as journal:
-        assert journal.last_step() == 0
-        journal.append([*trained(1, [1]), *trained(2, [2]), VersionCompleted(2, 9), group(3), Took(3, (Ticket(3, 3),))])
-        assert [step.version for step in journal.steps(after=0)] == [1, 9, None]
-    with contextlib.closing(Journal(path, readonly=True, checked=False)) as read:
-        assert read.last_step() == 2, "the last one committed"
-
-
-def test_reserved_sequences_never_decrease_and_a_long_error_text_is_cut(path: Path):
-    with opened(path) as journal:
-        journal.append([Reserved(2048), Reserved(1024), Failed(Ticket(0, 0), "data", "reward", "x" * 10**6, 0.0)])
-        assert journal.reserved() == 2048
-        assert [len(one.detail) for one in journal.failures()] == [journal_module.DETAIL_CHARS]
-
-
-def test_a_group_is_stored_until_a_step_takes_it_or_its_attempt_fails(path: Path):
-    with opened(path) as journal:
-        journal.append([group(one) for one in range(5)])
-        journal.append([Took(1, (Ticket(1, 1), Ticket(3, 3)))])
-        assert sequences(journal) == [0, 2, 4]
-        journal.append([GivenBack(1), Failed(Ticket(4, 4), None, "stale", "", 0.0)])
-        assert sequences(journal) == [0, 1, 2, 3]
-
-
-def test_a_repeated_take_replaces_its_groups_until_the_step_is_committed(path: Path):
-    with opened(path) as journal:
-        journal.append([group(one) for one in range(3)])
-        journal.append([Took(1, (Ticket(0, 0), Ticket(1, 1)))])
-        journal.append([Failed(Ticket(1, 1), None, "stale", "", 0.0), Took(1, (Ticket(0, 0),), 1)])
-        journal.append([Took(1, (Ticket(0, 0), Ticket(2, 2)))])
-        assert journal.groups(1) == [group(0), group(2)]
-        journal.append([Committed(1, 1, 1.0), Took(1, (Ticket(2, 2),)), GivenBack(1)])
-        assert journal.groups(1) == [group(0), group(2)]
-
-
-def test_a_commit_of_an_unknown_step_is_refused_and_changes_nothing(path: Path):
-    with opened(path) as journal:
-        with pytest.raises(AssertionError, match="step 3"):
-            journal.append([group(0), Committed(3, 1, 0.0)])
-        assert sequences(journal) == []
+def test_a_commit_of_an_unknown_step_is_refused_and_changes_nothing(journal: Journal):
+    with pytest.raises(AssertionError, match="step 3"):
+        journal.append([group(0), Committed(3, 1, 0.0)])
+    assert sequences(journal) == []
 
 
 tickets = st.builds(Ticket, st.integers(0, 2**40), st.integers(0, 2**40), st.integers(0, 9))
@@ -174,7 +161,9 @@ words = st.text(max_size=20)
 @settings(max_examples=25, deadline=None)
 @given(
     stored=st.lists(st.builds(Stored, tickets, st.integers(-1, 2**31), st.binary(max_size=200), seconds), max_size=8),
-    steps=st.lists(st.tuples(st.lists(tickets, max_size=6), st.integers(0, 3), st.integers(0, 99) | st.none())),
+    steps=st.lists(
+        st.tuples(st.lists(tickets, min_size=1, max_size=6), st.integers(0, 3), st.integers(0, 99) | st.none())
+    ),
     failures=st.lists(st.builds(Failed, tickets, st.none() | words, words, words, seconds), max_size=5),
     abandoned=st.lists(st.builds(Abandoned, st.integers(0, 2**40), st.integers(0, 9), words, seconds), max_size=5),
     reserved=st.integers(0, 2**62),
@@ -184,9 +173,8 @@ def test_events_are_read_as_they_were_written(tmp_path_factory, stored, steps, f
     with opened(path) as journal:
         journal.append([*stored, *abandoned, Reserved(reserved)])
         for step, (chosen, missing, version) in enumerate(steps, 1):
-            journal.append([Took(step, tuple(chosen), missing)])
-            if version is not None:
-                journal.append([Committed(step, version, 1.5)])
+            committed = [] if version is None else [Committed(step, version, 1.5)]
+            journal.append([Took(step, tuple(chosen), missing), *committed])
         assert [(list(s.tickets), s.missing, s.version) for s in journal.steps(after=0)] == steps
         used = {ticket.sequence for chosen, _, _ in steps for ticket in chosen}
         first = {one.ticket.sequence: one for one in reversed(stored)}
@@ -203,43 +191,31 @@ def test_events_are_read_as_they_were_written(tmp_path_factory, stored, steps, f
 # -- compaction, rewinding, resetting ---------------------------------------------------------------------------------
 
 
-def test_compaction_deletes_the_data_and_keeps_the_ordinals(path: Path):
-    with opened(path) as journal:
-        for step in range(1, 5):
-            journal.append(trained(step, [3 * step, 3 * step + 1, 3 * step + 2]))
-        journal.append([group(99)])
-        frontier = Frontier(low=12, trained=9)
-        journal.compact(step=3, frontier=frontier, keep_groups=4)
-        assert journal.base() == CheckpointMark(3, 3, frontier)
-        kept = [Ticket(6, 6), Ticket(7, 7), Ticket(8, 8), Ticket(9, 9), Ticket(10, 10), Ticket(11, 11)]
-        assert [ticket for step in journal.steps(after=1) for ticket in step.tickets][:6] == kept
-        assert next(journal.steps(after=0)).tickets == tuple(Ticket(one, NO_SEQUENCE) for one in (3, 4, 5))
-        assert [journal.group(one) is not None for one in range(3, 12)] == [False] * 5 + [True] * 4
-        assert [journal.groups(one) is not None for one in (1, 2, 3, 4)] == [False, False, True, True]
-        assert sequences(journal) == [99], "what is kept for inspection is not stored again"
+def test_compaction_deletes_the_data_of_old_groups_and_keeps_their_ordinals(journal: Journal):
+    for step in range(1, 5):
+        journal.append(trained(step, [3 * step, 3 * step + 1, 3 * step + 2]))
+    journal.append([group(99)])
+    frontier = Frontier(low=12, trained=9)
+    journal.compact(step=3, frontier=frontier, keep_groups=4)
+    before = everything(journal)
+    journal.compact(step=3, frontier=Frontier(low=99), keep_groups=0)
+    journal.compact(step=1, frontier=Frontier(), keep_groups=0)
+    assert everything(journal) == before, "a repeated or earlier compaction changes nothing"
+    assert journal.base() == CheckpointMark(3, 3, frontier)
+    assert next(journal.steps(after=0)).tickets == tuple(Ticket(one, NO_SEQUENCE) for one in (3, 4, 5))
+    kept = [ticket for step in journal.steps(after=1) for ticket in step.tickets]
+    assert kept == [Ticket(one, one) for one in range(6, 15)]
+    assert [journal.group(one) is not None for one in range(3, 15)] == [False] * 3 + [True] * 9
+    assert [journal.groups(one) is not None for one in (1, 2, 3, 4)] == [False, True, True, True]
+    assert sequences(journal) == [99], "kept groups are not stored again"
 
 
-def test_a_step_whose_groups_are_deleted_keeps_the_version_of_its_oldest_group(path: Path):
-    with opened(path) as journal:
-        for step, mine in enumerate(([2, 3], [4, 5], [7, 6]), 1):
-            journal.append(trained(step, mine))  # 7 is of version 0, all others of their own number
-        journal.compact(step=3, frontier=Frontier(low=8), keep_groups=1)
-        assert [one.min_version for one in journal.steps(after=0)] == [2, 4, 0]
-        journal.append(trained(4, [8]))
-        assert [one.min_version for one in journal.steps(after=3)] == [None], "its group still has it"
-        journal.compact(step=4, frontier=Frontier(low=9), keep_groups=0)
-        assert [one.min_version for one in journal.steps(after=0)] == [2, 4, 0, 1]
-
-
-def test_a_repeated_or_earlier_compaction_changes_nothing(path: Path):
-    with opened(path) as journal:
-        for step in (1, 2):
-            journal.append(trained(step, [step]))
-        journal.compact(step=2, frontier=Frontier(low=3), keep_groups=0)
-        before = everything(journal)
-        journal.compact(step=2, frontier=Frontier(low=9), keep_groups=0)
-        journal.compact(step=1, frontier=Frontier(), keep_groups=0)
-        assert everything(journal) == before
+def test_a_step_whose_groups_are_deleted_keeps_the_version_of_its_oldest_group(journal: Journal):
+    for step, mine in enumerate(([2, 3], [4, 5], [7, 6]), 1):
+        journal.append(trained(step, mine))  # 7 is of version 0, the others of their own number
+    for step, versions in ((2, [2, 4, None]), (3, [2, 4, 0])):
+        journal.compact(step=step, frontier=Frontier(low=8), keep_groups=0)
+        assert [one.min_version for one in journal.steps(after=0)] == versions
 
 
 def test_the_next_compaction_finishes_one_that_was_killed(path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -264,70 +240,58 @@ def test_the_next_compaction_finishes_one_that_was_killed(path: Path, monkeypatc
         assert [ticket.ordinal for step in journal.steps(after=0) for ticket in step.tickets] == list(range(2, 12))
 
 
-def test_files_stay_bounded_over_thousands_of_steps_and_a_trained_group_costs_two_bytes(path: Path):
+def test_the_file_stays_bounded_over_thousands_of_steps_and_a_trained_group_costs_two_bytes(journal: Journal):
     per_step, steps, every = 32, 3000, 50
     sizes = []
-    with opened(path) as journal:
-        for step in range(1, steps + 1):
-            journal.append(trained(step, range(step * per_step, (step + 1) * per_step)))
-            if step % every == 0:
-                frontier = Frontier(low=(step + 1) * per_step, trained=step * per_step)
-                journal.compact(step=step, frontier=frontier, keep_groups=64)
-            if step % 1000 == 0:
-                log = path.with_name(path.name + "-wal").stat().st_size
-                assert log < journal_module.CHECKPOINT_BYTES + 4 * 2**20
-                sizes.append(path.stat().st_size)
-        ordinals = [ticket.ordinal for step in journal.steps(after=0) for ticket in step.tickets]
+    for step in range(1, steps + 1):
+        journal.append(trained(step, range(step * per_step, (step + 1) * per_step)))
+        if step % every == 0:
+            frontier = Frontier(low=(step + 1) * per_step, trained=step * per_step)
+            journal.compact(step=step, frontier=frontier, keep_groups=64)
+        if step % 1000 == 0:
+            assert Path(f"{journal.path}-wal").stat().st_size < journal_module.CHECKPOINT_BYTES + 4 * 2**20
+            sizes.append(journal.path.stat().st_size)
+    ordinals = [ticket.ordinal for step in journal.steps(after=0) for ticket in step.tickets]
     assert ordinals == list(range(per_step, (steps + 1) * per_step))
     grown = sizes[2] - sizes[0]
     assert grown <= 2 * 2000 * per_step + 3 * journal_module.PAGE_BYTES, f"{grown} bytes for {2000 * per_step} groups"
 
 
-def test_rewinding_stores_the_groups_of_later_steps_again_but_not_beyond_the_base(path: Path):
-    with opened(path) as journal:
-        for step in (1, 2, 3):
-            journal.append(trained(step, [step * 10, step * 10 + 1]))
-        journal.append([Took(4, (Ticket(40, 40),)), group(40)])
-        journal.rewind(after=1)
-        assert [step.step for step in journal.steps(after=0)] == [1]
-        assert sequences(journal) == [20, 21, 30, 31, 40]
-        journal.compact(step=1, frontier=Frontier(low=12), keep_groups=0)
-        with pytest.raises(AssertionError, match="base"):
-            journal.rewind(after=0)
+def test_rewinding_stores_the_groups_of_later_steps_again_but_not_beyond_the_base(journal: Journal):
+    for step in (1, 2, 3):
+        journal.append(trained(step, [step * 10, step * 10 + 1]))
+    journal.append([Took(4, (Ticket(40, 40),)), group(40)])
+    journal.rewind(after=1)
+    assert [step.step for step in journal.steps(after=0)] == [1]
+    assert sequences(journal) == [20, 21, 30, 31, 40]
+    journal.compact(step=1, frontier=Frontier(low=12), keep_groups=0)
+    with pytest.raises(AssertionError, match="base"):
+        journal.rewind(after=0)
 
 
-def test_a_reset_starts_from_a_checkpoint_and_keeps_groups_of_open_prompts(path: Path):
-    with opened(path) as journal:
-        journal.append([*trained(1, [0, 1]), *(group(one) for one in range(2, 8)), Took(2, (Ticket(2, 2),))])
-        frontier = Frontier(low=4, ended=(6,), trained=5)
-        journal.reset(step=3, version=2, frontier=frontier)
-        assert journal.base() == CheckpointMark(3, 2, frontier)
-        assert sequences(journal) == [4, 5, 7]
-        assert [step.step for step in journal.steps(after=0)] == [1], "what was trained is known, as far as it is"
-        journal.append(trained(4, [20]))
-        assert [step.step for step in journal.steps(after=3)] == [4]
-
-
-def test_a_reset_to_an_earlier_step_forgets_what_came_after_it(path: Path):
-    with opened(path) as journal:
-        for step in (1, 2, 3):
-            journal.append(trained(step, [step]))
-        journal.compact(step=2, frontier=Frontier(low=3), keep_groups=0)
-        journal.reset(step=1, version=1, frontier=Frontier(low=2, trained=1))
-        assert [step.step for step in journal.steps(after=0)] == [1]
-        assert sequences(journal) == [3], "the group of step 2 is gone and is generated again"
+def test_a_reset_starts_from_a_checkpoint_and_keeps_groups_of_open_prompts(journal: Journal):
+    journal.append([*trained(1, [0, 1]), *(group(one) for one in range(2, 8)), Took(2, (Ticket(2, 2),))])
+    frontier = Frontier(low=4, ended=(6,), trained=5)
+    journal.reset(step=3, version=2, frontier=frontier)
+    assert journal.base() == CheckpointMark(3, 2, frontier)
+    assert sequences(journal) == [4, 5, 7]
+    assert [step.step for step in journal.steps(after=0)] == [1], "what is known of earlier steps stays"
+    for step in (4, 5):
+        journal.append(trained(step, [step * 10]))
+    journal.compact(step=5, frontier=Frontier(low=51), keep_groups=0)
+    journal.reset(step=4, version=4, frontier=Frontier(low=41, trained=6))
+    assert [step.step for step in journal.steps(after=0)] == [1, 4], "later steps are forgotten"
 
 
 # -- processes --------------------------------------------------------------------------------------------------------
 
 WRITING = """
-import sys
+import resource, sys
 from collections.abc import Sequence
 from pathlib import Path
 from freewheel.data.group import Ticket
 from freewheel.queue.journal import *
 from freewheel.queue.ledger import Frontier
-from freewheel.utils.sqlite import COMPANIONS
 
 PER_STEP, GROUP_BYTES = {per_step}, {size}
 {functions}
@@ -344,7 +308,6 @@ while True:
     print(step, flush=True)
 """
 UNTIL_FULL = """
-import resource
 resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, resource.RLIM_INFINITY))
 done = 0
 try:
@@ -355,16 +318,14 @@ except JournalFull:
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 journal.append([group(done, size=GROUP_BYTES)])
 assert [one.ticket.sequence for one in journal.stored()] == list(range(done + 1)) and done > 9, done
-print("went on")
+print("continued")
 """
 PER_STEP = 3
 
 
 def trained_large(step: int) -> list[Event]:
     """Groups as large as real ones, so that kills hit checkpoints and transactions of several pages."""
-    mine = range(step * PER_STEP, (step + 1) * PER_STEP)
-    events = trained(step, mine)
-    return [*(group(one, size=GROUP_BYTES) for one in mine), *events[PER_STEP:]]
+    return trained(step, range(step * PER_STEP, (step + 1) * PER_STEP), size=GROUP_BYTES)
 
 
 def process(script: str, path: Path) -> subprocess.Popen[str]:
@@ -392,20 +353,51 @@ def test_a_kill_at_any_instant_loses_nothing_that_was_acknowledged(path: Path):
             steps = list(journal.steps(after=0))
             assert [step.step for step in steps] == list(range(1, len(steps) + 1))
             assert len([step for step in steps if step.version is not None]) >= last
-            for step in steps:
-                assert [ticket.ordinal for ticket in step.tickets] == [
-                    group(one).ticket.ordinal for one in range(step.step * PER_STEP, (step.step + 1) * PER_STEP)
-                ]
+            assert_is_what_was_written(journal)
             for step in steps[journal.base().step :]:
-                assert journal.groups(step.step) == trained_large(step.step)[:PER_STEP]
+                assert journal.groups(step.step) is not None
             for one in journal.stored():  # put, and the kill came before their step was taken
-                assert one == group(one.ticket.sequence, size=GROUP_BYTES)
                 assert one.ticket.sequence // PER_STEP == len(steps) + 1
             journal.rewind(after=max(last, journal.base().step))
 
 
-def test_a_reader_next_to_a_live_writer_sees_whole_moments_and_does_not_make_the_log_grow(path: Path):
-    with opened(path) as journal, opened(path, readonly=True) as reader:
+def assert_is_what_was_written(journal: Journal) -> None:
+    for step in journal.steps(after=0):
+        *groups, took, _ = trained_large(step.step)
+        assert [one.ordinal for one in step.tickets] == [one.ordinal for one in took.tickets]
+        assert step.version in (None, step.step)
+        assert journal.groups(step.step) in (None, groups)
+    for one in journal.stored():
+        assert one == group(one.ticket.sequence, size=GROUP_BYTES)
+    for failure in journal.failures():
+        assert failure.reason == "engine"
+
+
+def test_a_limit_on_file_sizes_counts_as_a_full_disk(path: Path):
+    """A quota causes the same error."""
+    output, _ = process(UNTIL_FULL, path).communicate()
+    assert output.strip() == "continued"
+
+
+def test_a_full_disk_is_reported_changes_nothing_and_ends_when_there_is_room(small_disk: Path):
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(bytes(12 * 2**20))
+    with opened(small_disk / "journal.sqlite") as journal:
+        done = 0
+        with pytest.raises(JournalFull, match=r"journal\.sqlite.*MB free"):
+            for _ in range(1000):
+                journal.append([group(done + one, size=GROUP_BYTES) for one in range(4)])
+                done += 4
+        assert sequences(journal) == list(range(done)), "the transaction that did not fit left nothing"
+        with pytest.raises(JournalFull):
+            journal.append([group(done + one, size=GROUP_BYTES) for one in range(100)])
+        ballast.unlink()
+        journal.append([group(done + one, size=GROUP_BYTES) for one in range(4)])
+        assert list(journal.stored()) == [group(one, size=GROUP_BYTES) for one in range(done + 4)]
+
+
+def test_a_reader_next_to_a_live_writer_sees_one_moment_and_does_not_make_the_log_grow(journal: Journal):
+    with opened(journal.path, readonly=True) as reader:
         for step in range(1, 200):
             for event in trained_large(step):
                 journal.append([event])
@@ -418,110 +410,62 @@ def test_a_reader_next_to_a_live_writer_sees_whole_moments_and_does_not_make_the
             if step == 20:
                 paused = reader.stored()  # a reader that stops in the middle of a stream
                 next(paused)
-        assert path.with_name(path.name + "-wal").stat().st_size < 2 * journal_module.CHECKPOINT_BYTES
+        assert Path(f"{journal.path}-wal").stat().st_size < 2 * journal_module.CHECKPOINT_BYTES
 
 
-def test_only_one_process_writes(path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_only_one_process_writes_and_only_the_owner_can_read(path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(journal_module, "LOCK_WAIT_S", 0.0)
-    with opened(path):
+    with opened(path) as journal:
+        journal.append([group(0)])
         with pytest.raises(JournalBusy, match="another process"):
             Journal(path)
         Journal(path, readonly=True).close()
+        for one in path.parent.iterdir():
+            assert stat.S_IMODE(one.stat().st_mode) == 0o600, one.name
     Journal(path).close()
 
 
-def test_only_the_owner_can_read_the_file(path: Path):
-    with opened(path) as journal:
-        journal.append([group(0)])
-        for one in path.parent.iterdir():
-            assert stat.S_IMODE(one.stat().st_mode) == 0o600, one.name
-
-
-def test_reading_a_journal_that_nobody_writes_creates_no_file(path: Path):
+def test_reading_a_journal_that_nobody_writes_creates_no_file_until_somebody_writes(path: Path):
     with opened(path) as journal:
         journal.append(trained(1, [0, 1]))
     before = {one.name: one.stat().st_mtime_ns for one in path.parent.iterdir()}
     with opened(path, readonly=True) as reader:
         assert reader.last_step() == 1 and reader.groups(1) == [group(0), group(1)]
         assert {one.name: one.stat().st_mtime_ns for one in path.parent.iterdir()} == before
-    assert {one.name: one.stat().st_mtime_ns for one in path.parent.iterdir()} == before
-
-
-def test_the_log_of_a_killed_writer_is_read(path: Path):
-    with opened(path) as journal:
-        journal.append(trained(1, [0, 1]))
-        killed = path.parent / "killed"
-        killed.mkdir()
-        for suffix in ("", *COMPANIONS):
-            shutil.copy(f"{path}{suffix}", killed)
-    with opened(killed / path.name, readonly=True) as reader:
-        assert reader.last_step() == 1
-
-
-def test_a_reader_of_a_journal_that_starts_to_be_written_must_look_again(path: Path):
-    with opened(path) as journal:
-        journal.append(trained(1, [0, 1]))
-    with opened(path, readonly=True) as reader:
         with opened(path) as journal:
             journal.append(trained(2, [2, 3]))
-            assert reader.last_step() == 1, "what is in the log leaves the file as it was"
+            assert reader.last_step() == 1, "the log does not change the file"
+            killed = path.parent / "killed"
+            killed.mkdir()
+            for suffix in ("", *COMPANIONS):
+                shutil.copy(f"{path}{suffix}", killed)
         with pytest.raises(JournalBusy, match="look again"):
             reader.last_step()
-    with opened(path, readonly=True) as reader:
-        assert reader.last_step() == 2
+    for one in (path, killed / path.name):
+        with opened(one, readonly=True) as reader:
+            assert reader.last_step() == 2, "also from the log of a killed writer"
 
 
 # -- damage -----------------------------------------------------------------------------------------------------------
 
 
-def everything(journal: Journal) -> dict[str, bytes | list[bytes]]:
-    """All content, row by row."""
-    encode = msgspec.msgpack.encode
-    return {
-        "base": encode(journal.base()),
-        "reserved": encode(journal.reserved()),
-        "steps": [encode(one) for one in journal.steps(after=0)],
-        "stored": [encode(one) for one in journal.stored()],
-        "groups": [encode(journal.groups(one.step)) for one in journal.steps(after=0)],
-        "failures": [encode(one) for one in journal.failures()],
-        "abandoned": [encode(one) for one in journal.abandoned()],
-    }
-
-
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files of a writer that was killed: part in the database, part in the log."""
+    """The files of a killed writer: part in the database, part in the log."""
     path = tmp_path_factory.mktemp("killed") / "journal.sqlite"
-    copy = path.with_name("copy")
     with opened(path) as journal:
         for step in range(1, 61):
-            journal.append(trained_large(step))
-            journal.append([Failed(Ticket(step, 10**6 + step), "infra", "engine", "it broke", 0.0)])
+            failure = Failed(Ticket(step, 10**6 + step), "infra", "engine", "it broke", 0.0)
+            journal.append([*trained_large(step), failure])
         journal.append([group(10**5 + one, size=GROUP_BYTES) for one in range(20)])
-        for suffix in ("", "-wal"):
-            shutil.copy(path.with_name(path.name + suffix), copy.with_name(copy.name + suffix))
-    return copy
+        return copied(path, path.with_name("copy"))
 
 
-def copied(killed: Path, path: Path) -> Path:
+def copied(source: Path, path: Path) -> Path:
     for suffix in ("", "-wal"):
-        shutil.copy(killed.with_name(killed.name + suffix), path.with_name(path.name + suffix))
-    path.with_name(path.name + "-shm").unlink(missing_ok=True)
+        shutil.copy(f"{source}{suffix}", f"{path}{suffix}")
+    Path(f"{path}-shm").unlink(missing_ok=True)
     return path
-
-
-def plausible(journal: Journal) -> None:
-    """Everything in it was written."""
-    for step in journal.steps(after=0):
-        expected = trained_large(step.step)
-        assert step.tickets == expected[PER_STEP].tickets  # type: ignore[union-attr]
-        assert step.version in (None, step.step)
-        groups = journal.groups(step.step)
-        assert groups is None or groups == expected[:PER_STEP]
-    for one in journal.stored():
-        assert one == group(one.ticket.sequence, size=GROUP_BYTES)
-    for failure in journal.failures():
-        assert failure.reason == "engine"
 
 
 @pytest.mark.parametrize("name", ["journal.sqlite", "journal.sqlite.lock"])
@@ -535,19 +479,18 @@ def test_a_link_in_place_of_the_journal_is_refused_and_its_target_unchanged(path
 
 
 def test_a_log_cut_anywhere_leaves_a_prefix(path: Path):
-    """Nothing has been copied into the file yet, as it is when a power cut takes the end of the log."""
+    """Nothing was copied into the file yet. A power cut takes the end of the log."""
     rng = random.Random(1)
     with opened(path) as journal:
         for step in range(1, 11):
             for event in trained(step, range(step * PER_STEP, (step + 1) * PER_STEP)):
                 journal.append([event])
-        copied(path, path.with_name("whole"))
-    size = path.with_name("whole-wal").stat().st_size
+        whole = copied(path, path.with_name("whole"))
+    size = Path(f"{whole}-wal").stat().st_size
     assert size < journal_module.CHECKPOINT_BYTES
     for round_ in range(20):
-        cut = path.with_name(f"cut-{round_}")
-        copied(path.with_name("whole"), cut)
-        os.truncate(cut.with_name(cut.name + "-wal"), rng.randrange(size))
+        cut = copied(whole, path.with_name(f"cut-{round_}"))
+        os.truncate(f"{cut}-wal", rng.randrange(size))
         with opened(cut) as journal:
             steps = list(journal.steps(after=0))
             assert [step.step for step in steps] == list(range(1, len(steps) + 1))
@@ -562,7 +505,7 @@ def test_a_damaged_file_is_reported_or_returns_what_was_written(killed: Path, pa
     rng = random.Random(f"{which}{how}")
     read = 0
     for _ in range(6):
-        victim = copied(killed, path).with_name(path.name + which)
+        victim = Path(f"{copied(killed, path)}{which}")
         size = victim.stat().st_size
         if how == "cut":
             os.truncate(victim, rng.randrange(size))
@@ -572,33 +515,28 @@ def test_a_damaged_file_is_reported_or_returns_what_was_written(killed: Path, pa
                 length = rng.randrange(1, 5000)
                 file.write(bytes(length) if how == "zeros" else rng.randbytes(length))
         with contextlib.suppress(JournalDamaged), opened(path) as journal:
-            plausible(journal)
+            assert_is_what_was_written(journal)
             read += 1
-    assert read == 6 or which == "", "a log ends at its first bad entry, and what is before it is read"
+    assert read == 6 or which == "", "a log ends at its first bad entry, and everything before it is read"
 
 
-def test_a_flipped_byte_in_a_group_makes_it_missing_and_is_logged(path: Path, caplog: pytest.LogCaptureFixture):
-    with opened(path) as journal:
-        journal.append([*trained(1, [0, 1]), group(2), group(3)])
-    data = bytearray(path.read_bytes())
-    for sequence in (1, 2):
-        data[data.index(f"<{sequence}><{sequence}>".encode()) + 1] ^= 4
-    path.write_bytes(data)
-    with opened(path) as journal:
-        assert journal.groups(1) is None
-        assert sequences(journal) == [3]
-    assert "sequence 1 is damaged" in caplog.text and "sequence 2 is damaged" in caplog.text
-
-
-def test_a_damaged_row_of_a_step_is_a_gap(path: Path, caplog: pytest.LogCaptureFixture):
+def test_a_damaged_group_or_step_is_missing_and_logged(path: Path, caplog: pytest.LogCaptureFixture):
     with opened(path) as journal:
         for step in (1, 2, 3):
             journal.append(trained(step, [step]))
+        journal.append([group(4), group(5)])
     with contextlib.closing(sqlite3.connect(path)) as other, other:
         other.execute("UPDATE steps SET crc = crc + 1 WHERE step = 2")
+    data = bytearray(path.read_bytes())
+    for sequence in (1, 4):
+        data[data.index(f"<{sequence}><{sequence}>".encode()) + 1] ^= 4
+    path.write_bytes(data)
     with opened(path) as journal:
         assert [step.step for step in journal.steps(after=0)] == [1, 3]
-    assert "2 is damaged" in caplog.text
+        assert journal.groups(1) is None
+        assert sequences(journal) == [2, 5], "no readable step has group 2"
+    for text in ("sequence 1 is damaged", "sequence 4 is damaged", "2 is damaged"):
+        assert text in caplog.text
 
 
 @pytest.mark.parametrize("content", [b"not a database at all " * 500, b"\x00" * 100_000, b"SQLite format 3\x00" * 999])
@@ -623,6 +561,32 @@ def test_a_foreign_database_is_refused_and_an_empty_file_becomes_a_journal(path:
         with pytest.raises(JournalDamaged, match="not a journal"):
             Journal(foreign, readonly=readonly)
 
+
+def test_a_log_whose_file_is_gone_is_not_replayed_into_a_new_one(killed: Path, path: Path):
+    copied(killed, path).unlink()
+    with pytest.raises(JournalDamaged, match="sqlite-wal is left"):
+        Journal(path)
+
+
+def test_a_later_format_is_refused_by_its_number(path: Path, monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as later:
+        later.setattr(journal_module, "FORMAT", 7)
+        Journal(path).close()
+    with pytest.raises(JournalFormat, match="has format 7"):
+        Journal(path)
+
+
+def test_a_damaged_journal_is_set_aside_with_its_log_and_a_new_one_starts(killed: Path, path: Path):
+    for number in (1, 2):
+        copied(killed, path)
+        assert set_aside(path) == path.with_name(f"journal.sqlite.damaged-{number}")
+        assert path.with_name(f"journal.sqlite.damaged-{number}-wal").exists()
+        with opened(path) as journal:
+            assert sequences(journal) == []
+        path.unlink()
+
+
+# -- the first release ------------------------------------------------------------------------------------------------
 
 FIRST_RELEASE = """
     PRAGMA page_size = 65536;
@@ -697,53 +661,3 @@ def test_a_journal_of_the_first_release_is_still_read_and_continued(path: Path):
         assert journal.reserved() == 1024
         journal.append(trained(3, [4, 7]))
         assert journal.last_step() == 3
-
-
-def test_a_log_whose_file_is_gone_is_not_replayed_into_a_new_one(killed: Path, path: Path):
-    copied(killed, path).unlink()
-    with pytest.raises(JournalDamaged, match="sqlite-wal is left"):
-        Journal(path)
-
-
-def test_a_later_format_is_refused_by_its_number(path: Path, monkeypatch: pytest.MonkeyPatch):
-    with monkeypatch.context() as later:
-        later.setattr(journal_module, "FORMAT", 7)
-        Journal(path).close()
-    with pytest.raises(JournalFormat, match="has format 7"):
-        Journal(path)
-
-
-def test_a_damaged_journal_is_set_aside_with_its_log_and_a_new_one_starts(killed: Path, path: Path):
-    for number in (1, 2):
-        copied(killed, path)
-        assert set_aside(path) == path.with_name(f"journal.sqlite.damaged-{number}")
-        assert path.with_name(f"journal.sqlite.damaged-{number}-wal").exists()
-        with opened(path) as journal:
-            assert sequences(journal) == []
-        path.unlink()
-
-
-# -- a full disk ------------------------------------------------------------------------------------------------------
-
-
-def test_a_full_disk_is_reported_changes_nothing_and_ends_when_there_is_room(small_disk: Path):
-    ballast = small_disk / "ballast"
-    ballast.write_bytes(bytes(12 * 2**20))
-    with opened(small_disk / "journal.sqlite") as journal:
-        done = 0
-        with pytest.raises(JournalFull, match=r"journal\.sqlite.*MB free"):
-            for _ in range(1000):
-                journal.append([group(done + one, size=GROUP_BYTES) for one in range(4)])
-                done += 4
-        assert sequences(journal) == list(range(done)), "the transaction that did not fit is not there by half"
-        with pytest.raises(JournalFull):
-            journal.append([group(done + one, size=GROUP_BYTES) for one in range(100)])
-        ballast.unlink()
-        journal.append([group(done + one, size=GROUP_BYTES) for one in range(4)])
-        assert list(journal.stored()) == [group(one, size=GROUP_BYTES) for one in range(done + 4)]
-
-
-def test_a_limit_on_file_sizes_counts_as_a_full_disk(path: Path):
-    """Anywhere, also where nothing can be mounted: the same error as of a quota."""
-    output, _ = process(UNTIL_FULL, path).communicate()
-    assert output.strip() == "went on"

@@ -1,20 +1,19 @@
-"""Every prompt ends exactly once: over any order of failures and ends, and over any number of resumes."""
+"""Every prompt ends exactly once, over any order of failures and ends and over any number of resumes."""
 
 from __future__ import annotations
-
-import random
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freewheel.queue.ledger import BUDGETS, Frontier, Kind, Ledger, data_failure, infra_failure
+from freewheel.queue.ledger import BUDGETS, Failure, Frontier, Kind, Ledger, data_failure, infra_failure
 
 EVENTS = ("issue", "issue", "train", "infra", "data", "retry", "abandon", "resume")
+FAILURES = {Kind.INFRA: infra_failure("engine", "died"), Kind.DATA: data_failure("reward", "raised")}
 
 
-class Book:
+class Model:
     """A ledger, and what must be true of it."""
 
     def __init__(self, total: int | None) -> None:
@@ -37,24 +36,21 @@ class Book:
         return issued is not None
 
     def end(self, what: str, choice: int) -> None:
-        if not self.live:
-            return
         ordinal = self.live.pop(choice % len(self.live))
+        ended = what in ("train", "abandon")
         if what == "train":
             self.ledger.train([ordinal])
-            self.ends.append(ordinal)
         elif what == "abandon":
             self.ledger.abandon(ordinal, "zero_variance")
-            self.ends.append(ordinal)
         elif what == "retry":
             self.ledger.retry(ordinal, "stale")
         else:
-            failure = infra_failure("engine", "died") if what == "infra" else data_failure("reward", "raised")
-            if not self.ledger.fail(ordinal, failure):
-                self.ends.append(ordinal)
+            ended = not self.ledger.fail(ordinal, FAILURES[Kind(what)])
+        if ended:
+            self.ends.append(ordinal)
 
     def resume(self) -> None:
-        """From what a checkpoint kept: all that had not ended is attempted anew."""
+        """Continue from a checkpoint: every prompt that had not ended is attempted again."""
         kept = msgspec.msgpack.decode(msgspec.msgpack.encode(self.ledger.frontier()), type=Frontier)
         self.ledger = Ledger(total=self.total, frontier=kept)
         assert self.ledger.frontier() == kept
@@ -65,7 +61,7 @@ class Book:
             self.issue()
         elif what == "resume":
             self.resume()
-        else:
+        elif self.live:
             self.end(what, choice)
         frontier = self.ledger.frontier()
         assert sorted([*range(frontier.low), *frontier.ended]) == sorted(self.ends)
@@ -77,86 +73,51 @@ class Book:
     events=st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 99)), max_size=120),
 )
 @settings(max_examples=300, deadline=None)
-def test_every_prompt_ends_once_whatever_happens_and_however_often_a_run_is_resumed(
-    total: int | None, events: list[tuple[str, int]]
-) -> None:
-    book = Book(total)
+def test_every_prompt_ends_once_whatever_happens(total: int | None, events: list[tuple[str, int]]) -> None:
+    model = Model(total)
     for what, choice in events:
-        book.play(what, choice)
-    while total is not None and (book.issue() or book.live):
-        book.end("train", 0)
-    highest = max(book.ends, default=-1)
-    missing = set(range(highest + 1)) - set(book.ends)
-    if total is None:
-        while missing:  # an endless stream comes back to each of them before it goes on
-            book.issue()
-            missing -= set(book.live)
+        model.play(what, choice)
+    while total is not None and (model.issue() or model.live):
+        model.end("train", 0)
+    missing = set(range(max(model.ends, default=-1) + 1)) - set(model.ends)
+    while total is None and missing:  # an endless stream returns to each of them before it continues
+        model.issue()
+        missing -= set(model.live)
     assert not missing
-    assert len(set(book.ends)) == len(book.ends)
-    assert total is None or sorted(book.ends) == list(range(total))
+    assert len(set(model.ends)) == len(model.ends)
+    assert total is None or sorted(model.ends) == list(range(total))
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_run_that_is_resumed_after_every_end_trains_each_prompt_once(seed: int) -> None:
-    rng = random.Random(seed)
-    book = Book(40)
-    while not (book.ledger.exhausted and not book.live):
-        for _ in range(rng.randrange(1, 8)):
-            book.issue()
-        book.end("train", rng.randrange(99))
-        book.resume()
-    assert sorted(book.ends) == list(range(40))
-
-
-def test_what_had_ended_before_a_resume_is_not_issued_once_the_frontier_has_passed_it() -> None:
-    ledger = Ledger(total=8, frontier=Frontier(low=3, ended=(5,), trained=4))
-    assert [ledger.issue(), ledger.issue()] == [(3, 0), (4, 0)]
-    ledger.train([3, 4])
-    assert ledger.frontier().low == 6
-    assert ledger.issue() == (6, 0)
-
-
-def test_prompts_are_issued_in_order_and_those_to_be_repeated_first() -> None:
-    ledger = Ledger()
-    assert [ledger.issue() for _ in range(3)] == [(0, 0), (1, 0), (2, 0)]
-    ledger.retry(2, "stale")
-    ledger.retry(1, "stale")
-    assert [ledger.issue() for _ in range(3)] == [(1, 1), (2, 1), (3, 0)]
+def test_prompts_are_issued_in_order_and_repeated_ones_first() -> None:
+    ledger = Ledger(total=9, frontier=Frontier(low=3, ended=(6,), trained=4))
+    assert [ledger.issue() for _ in range(3)] == [(3, 0), (4, 0), (5, 0)]
+    ledger.retry(5, "stale")
+    ledger.retry(4, "stale")
+    assert [ledger.issue() for _ in range(3)] == [(4, 1), (5, 1), (7, 0)]
+    ledger.train([3, 4, 5])
+    assert ledger.frontier().low == 7
+    assert ledger.issue() == (8, 0) and ledger.exhausted
+    ledger.retry(8, "stale")
+    assert not ledger.exhausted
+    assert ledger.failures == {"stale": 3} and not ledger.abandoned, "no budget is spent"
 
 
 @pytest.mark.parametrize("kind", list(Kind))
-def test_a_prompt_is_abandoned_when_its_budget_is_spent(kind: Kind) -> None:
+def test_a_prompt_is_abandoned_when_the_budget_of_one_kind_is_spent(kind: Kind) -> None:
     ledger = Ledger(total=1)
-    failure = infra_failure("engine", "died") if kind is Kind.INFRA else data_failure("reward", "raised")
+    failures: list[Failure] = []
+    for other, failure in FAILURES.items():
+        failures += [failure] * (BUDGETS[other] - 1)
     again = []
-    while not ledger.exhausted:
+    for failure in [*failures, FAILURES[kind]]:
         ledger.issue()
         again.append(ledger.fail(0, failure))
-    assert again == [True] * (BUDGETS[kind] - 1) + [False]
-    assert ledger.abandoned == {failure.reason: 1}
-    assert ledger.failures == {failure.reason: BUDGETS[kind]}
+    assert again == [True] * len(failures) + [False]
+    assert ledger.exhausted and ledger.abandoned == {FAILURES[kind].reason: 1}
+    assert ledger.failures[FAILURES[kind].reason] == BUDGETS[kind]
 
 
-def test_the_two_kinds_of_failure_have_budgets_of_their_own() -> None:
-    ledger = Ledger()
-    failures = [infra_failure("engine", "")] * (BUDGETS[Kind.INFRA] - 1) + [data_failure("prompt", "")] * (
-        BUDGETS[Kind.DATA] - 1
-    )
-    for failure in failures:
-        ledger.issue()
-        assert ledger.fail(0, failure)
-
-
-def test_a_stale_or_lost_attempt_costs_nothing() -> None:
-    ledger = Ledger()
-    for _ in range(100):
-        assert ledger.issue() is not None
-        ledger.retry(0, "stale")
-    assert ledger.failures == {"stale": 100}
-    assert not ledger.abandoned
-
-
-def test_a_prompt_cannot_end_twice_nor_without_having_been_issued() -> None:
+def test_a_prompt_cannot_end_twice_or_without_an_attempt() -> None:
     ledger = Ledger()
     ledger.issue()
     ledger.train([0])
@@ -170,35 +131,23 @@ def test_a_prompt_cannot_end_twice_nor_without_having_been_issued() -> None:
         ledger.train([1])
 
 
-def test_a_stream_with_a_prompt_that_is_to_be_repeated_is_not_exhausted() -> None:
-    ledger = Ledger(total=1)
-    ledger.issue()
-    assert ledger.exhausted
-    ledger.retry(0, "stale")
-    assert not ledger.exhausted
-
-
-# -- after a restart --------------------------------------------------------------------------------------------------
-
-
-def test_what_lives_on_after_a_restart_is_not_issued_again() -> None:
+def test_live_attempts_and_earlier_failures_survive_a_restart() -> None:
     ledger = Ledger(total=5, frontier=Frontier(low=1, trained=1))
     ledger.reopen(2, attempts=1, failed={}, live=True)
     ledger.reopen(3, attempts=2, failed={Kind.DATA: 1}, live=False)
     assert [ledger.issue() for _ in range(3)] == [(3, 2), (1, 0), (4, 0)]
-    assert ledger.issue() is None and ledger.exhausted
+    assert ledger.issue() is None
     ledger.train([1, 2, 4])
-    assert not ledger.fail(3, data_failure("reward", "raised"))  # the failure before the restart counts
+    assert not ledger.fail(3, FAILURES[Kind.DATA]), "the failure before the restart counts"
     assert ledger.frontier() == Frontier(low=5, trained=4, abandoned={"reward": 1})
 
 
-def test_what_has_ended_or_is_open_or_has_no_budget_left_cannot_be_opened_again() -> None:
+@pytest.mark.parametrize(
+    ("ordinal", "failed", "message"),
+    [(0, {}, "has ended"), (3, {}, "has ended"), (1, {}, "is open"), (2, BUDGETS, "no budget left")],
+)
+def test_a_prompt_that_cannot_be_attempted_is_not_reopened(ordinal: int, failed: dict[Kind, int], message: str) -> None:
     ledger = Ledger(frontier=Frontier(low=1, ended=(3,), trained=2))
     ledger.reopen(1, attempts=1, failed={}, live=True)
-    for ordinal in (0, 3):
-        with pytest.raises(AssertionError, match="has ended"):
-            ledger.reopen(ordinal, attempts=1, failed={}, live=True)
-    with pytest.raises(AssertionError, match="is open"):
-        ledger.reopen(1, attempts=1, failed={}, live=True)
-    with pytest.raises(AssertionError, match="no budget left"):
-        ledger.reopen(2, attempts=2, failed={Kind.DATA: BUDGETS[Kind.DATA]}, live=False)
+    with pytest.raises(AssertionError, match=message):
+        ledger.reopen(ordinal, attempts=1, failed=failed, live=True)

@@ -1,35 +1,42 @@
-"""Weights by broadcast, between real processes: whole versions or none, the sender's death included.
+"""Weights by broadcast between real processes: whole versions or none, and a failure costs one attempt.
 
-The group is gloo's here; NCCL's differs in nothing that this protocol sees."""
+The groups are gloo's; NCCL's differ in nothing that this protocol sees. An engine's workers are one process here."""
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
-import queue
+import pickle
+import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from freewheel.sync import broadcast
 from freewheel.sync.broadcast import (
     GroupBroken,
+    Header,
+    SentWeights,
     TorchGroup,
+    WeightServer,
+    packer_for,
     receive,
     send,
 )
-from freewheel.sync.weights import bucket_sizes, in_buckets, sum_of_buckets, views
-
-from .staged import Staged
+from freewheel.sync.device import DevicePacker
+from freewheel.sync.weights import Entry, WeightsGone, bucket_sizes, in_buckets, pack, sum_of_buckets, views
 
 WAIT_S = 100.0
 SPAWN = multiprocessing.get_context("spawn")
 
 
-def weights_of(version: int) -> dict[str, torch.Tensor]:
+def weights_of(version: int) -> dict[str, Tensor]:
     made = torch.Generator().manual_seed(version)
     return {
         "embed": torch.randn(40, 8, generator=made),
@@ -39,10 +46,78 @@ def weights_of(version: int) -> dict[str, torch.Tensor]:
     }
 
 
+def in_buffers(version: int, bucket_bytes: int, device: str = "cpu") -> tuple[dict[str, Entry], list[Tensor]]:
+    tensors = weights_of(version)
+    entries = in_buckets(tensors, bucket_bytes)
+    buffers = [torch.empty(one, dtype=torch.uint8, device=device) for one in bucket_sizes(entries)]
+    for name, target in views(entries, buffers).items():
+        target.copy_(tensors[name])
+    return entries, buffers
+
+
+class Staged:
+    """A `Receiver` with room for a second model: a version is complete before any of it is used."""
+
+    def __init__(self, version: int = 0) -> None:
+        self.version = version
+        self.tensors: dict[str, Tensor] = {}
+        """Those of `version`."""
+        self._arrived: list[Tensor] = []
+
+    def wants(self, header: Header) -> bool:
+        self._arrived = []
+        return header.version > self.version
+
+    def buffer(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8)
+
+    def bucket(self, entries: Mapping[str, Entry], buffer: Tensor) -> None:
+        self._arrived.append(buffer)
+
+    def whole(self, header: Header) -> bool:
+        return sum_of_buckets(header.entries, self._arrived) == header.checksum
+
+    def take(self, header: Header) -> None:
+        self.tensors = views(header.entries, self._arrived)
+        self.version = header.version
+
+
+def equals(found: Mapping[str, Tensor], version: int) -> bool:
+    return all(torch.equal(found[name], one) for name, one in weights_of(version).items())
+
+
 def free_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return int(one.getsockname()[1])
+
+
+class Process:
+    """A process that answers what it receives from a pipe."""
+
+    def __init__(self, target: Callable[..., None], *arguments: Any) -> None:
+        self.pipe, theirs = SPAWN.Pipe()
+        self.process = SPAWN.Process(target=target, args=(theirs, *arguments), daemon=True)
+        self.process.start()
+        theirs.close()  # the pipe ends with the process
+
+    def answer(self) -> Any:
+        assert self.pipe.poll(WAIT_S), "no answer"
+        try:
+            return self.pipe.recv()
+        except EOFError:
+            return "died"
+
+    def ask(self, question: Any) -> Any:
+        self.pipe.send(question)
+        return self.answer()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+# -- a group ----------------------------------------------------------------------------------------------------------
 
 
 class Dies:
@@ -53,23 +128,18 @@ class Dies:
         self.agreed = group.agreed
         self._group, self._left = group, left
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
+    def broadcast(self, tensor: Tensor) -> None:
         if not self._left:
             os._exit(9)
         self._left -= 1
         self._group.broadcast(tensor)
 
 
-def sending(port: int, size: int, pipe: Connection) -> None:
-    """A trainer: does what it is told by pipe, `(version, bucket_bytes, dies_at, spoils)`."""
+def run_sender(pipe: Connection, port: int, size: int) -> None:
     torch.set_num_threads(1)
     group = TorchGroup("gloo", address="127.0.0.1", port=port, rank=0, size=size, timeout_s=WAIT_S)
     for version, bucket_bytes, dies_at, spoils in iter(pipe.recv, None):
-        tensors = weights_of(version)
-        entries = in_buckets(tensors, bucket_bytes)
-        buffers = [torch.empty(one, dtype=torch.uint8) for one in bucket_sizes(entries)]
-        for name, target in views(entries, buffers).items():
-            target.copy_(tensors[name])
+        entries, buffers = in_buffers(version, bucket_bytes)
         checksum = sum_of_buckets(entries, buffers)
         if spoils:
             buffers[-1][0] ^= 1
@@ -77,30 +147,25 @@ def sending(port: int, size: int, pipe: Connection) -> None:
         try:
             send(to, version, checksum, entries, buffers)
             pipe.send(None)
-        except Exception as error:  # noqa: BLE001  # it is the test's
+        except Exception as error:  # noqa: BLE001  # the test expects it
             pipe.send(type(error).__name__)
 
 
-def receiving(port: int, rank: int, size: int, pipe: Connection) -> None:
-    """An engine: has a version that it is told to have, and receives when it is told to."""
+def run_receiver(pipe: Connection, port: int, size: int, rank: int) -> None:
+    """Receives a version, or holds the one it is sent."""
     torch.set_num_threads(1)
     group = TorchGroup("gloo", address="127.0.0.1", port=port, rank=rank, size=size, timeout_s=WAIT_S)
-    staged = Staged(device=group.device, version=0)
-    for told in iter(pipe.recv, None):
-        if isinstance(told, int):
-            staged = Staged(device=group.device, version=told)
+    staged = Staged()
+    for question in iter(pipe.recv, None):
+        if isinstance(question, int):
+            staged = Staged(question)
             continue
+        error = None
         try:
             receive(group, staged)
-            error = None
-        except Exception as raised:  # noqa: BLE001  # it is the test's
+        except Exception as raised:  # noqa: BLE001  # the test expects it
             error = type(raised).__name__
-        sound = (
-            all(torch.equal(staged.tensors[name], one) for name, one in weights_of(staged.version).items())
-            if (staged.tensors)
-            else None
-        )
-        pipe.send((error, staged.version, sound))
+        pipe.send((error, staged.version, equals(staged.tensors, staged.version) if staged.tensors else None))
 
 
 class World:
@@ -108,86 +173,43 @@ class World:
 
     def __init__(self, receivers: int) -> None:
         port, size = free_port(), 1 + receivers
-        self.pipes, self.processes = [], []
-        for rank in range(size):
-            ours, theirs = SPAWN.Pipe()
-            if rank == 0:
-                process = SPAWN.Process(target=sending, args=(port, size, theirs), daemon=True)
-            else:
-                process = SPAWN.Process(target=receiving, args=(port, rank, size, theirs), daemon=True)
-            process.start()
-            theirs.close()  # its end is the process's end
-            self.pipes.append(ours)
-            self.processes.append(process)
+        self.sender = Process(run_sender, port, size)
+        self.receivers = [Process(run_receiver, port, size, rank) for rank in range(1, size)]
 
-    def at(self, *versions: int) -> World:
-        """Receivers hold these, and nothing that can be looked at."""
-        for pipe, version in zip(self.pipes[1:], versions, strict=True):
-            pipe.send(version)
+    def hold(self, *versions: int) -> World:
+        for receiver, version in zip(self.receivers, versions, strict=True):
+            receiver.pipe.send(version)
         return self
 
     def broadcast(
         self, version: int, *, bucket_bytes: int = 1 << 20, dies_at: int | None = None, spoils: bool = False
     ) -> tuple[Any, list[Any]]:
-        """What the sender met with ("died" where it ended), and what each receiver has then."""
-        self.pipes[0].send((version, bucket_bytes, dies_at, spoils))
-        for pipe in self.pipes[1:]:
-            pipe.send("go")
-        return self._answer(0), [self._answer(rank) for rank in range(1, len(self.pipes))]
-
-    def _answer(self, rank: int) -> Any:
-        try:
-            if not self.pipes[rank].poll(WAIT_S):
-                raise queue.Empty(f"rank {rank} gave no answer")
-            return self.pipes[rank].recv()
-        except EOFError:
-            return "died"
+        """Return the sender's error, and the error, version and intactness of each receiver."""
+        self.sender.pipe.send((version, bucket_bytes, dies_at, spoils))
+        for receiver in self.receivers:
+            receiver.pipe.send("receive")
+        return self.sender.answer(), [receiver.answer() for receiver in self.receivers]
 
     def close(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.join()
+        for process in (self.sender, *self.receivers):
+            process.close()
 
 
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    """One for all who leave it alive."""
-    one = World(2)
-    yield one
-    one.close()
-
-
-def test_every_receiver_has_every_version_bit_for_bit_whatever_the_bucket_size(world: World) -> None:
-    world.at(0, 0)
-    for version, bucket_bytes in [(1, 1 << 20), (2, 1), (5, 1300)]:
-        assert world.broadcast(version, bucket_bytes=bucket_bytes) == (None, [(None, version, True)] * 2)
-
-
-def test_a_version_that_one_receiver_refuses_is_used_by_none_and_the_next_one_arrives(world: World) -> None:
-    for held, refused in (((3, 3), 3), ((3, 3), 2), ((0, 7), 5)):
-        answers = [("VersionRefused", one, None) for one in held]
-        assert world.at(*held).broadcast(refused) == ("VersionRefused", answers)
-    assert world.broadcast(8) == (None, [(None, 8, True)] * 2)
-
-
-def test_a_version_that_does_not_arrive_as_it_was_sent_is_used_by_nobody(world: World) -> None:
-    world.at(0, 0)
-    assert world.broadcast(1) == (None, [(None, 1, True)] * 2)
-    assert world.broadcast(2, spoils=True) == ("VersionSpoiled", [("VersionSpoiled", 1, True)] * 2)
-    assert world.broadcast(3) == (None, [(None, 3, True)] * 2)
-
-
-BETWEEN_BUCKETS = 3
-"""Broadcasts: two of the header, and one bucket."""
-
-
-def test_a_sender_that_dies_between_two_buckets_leaves_the_version_before() -> None:
-    one = World(1)
+def test_every_receiver_uses_every_whole_version_and_nobody_any_other() -> None:
+    world = World(2)
     try:
-        assert one.broadcast(1) == (None, [(None, 1, True)])
-        assert one.broadcast(2, bucket_bytes=1300, dies_at=BETWEEN_BUCKETS) == ("died", [("GroupBroken", 1, True)])
+        for version, bucket_bytes in [(1, 1 << 20), (2, 1), (5, 1300)]:
+            assert world.broadcast(version, bucket_bytes=bucket_bytes) == (None, [(None, version, True)] * 2)
+        assert world.broadcast(6, spoils=True) == ("VersionSpoiled", [("VersionSpoiled", 5, True)] * 2)
+        for held, refused in (((3, 3), 3), ((3, 3), 2), ((0, 7), 5)):
+            answers = [("VersionRefused", one, None) for one in held]
+            assert world.hold(*held).broadcast(refused) == ("VersionRefused", answers)
+        assert world.broadcast(8) == (None, [(None, 8, True)] * 2)
+        header_and_a_bucket = 3  # broadcasts
+        answer = world.broadcast(9, bucket_bytes=1300, dies_at=header_and_a_bucket)
+        assert answer == ("died", [("GroupBroken", 8, True)] * 2)
     finally:
-        one.close()
+        world.close()
 
 
 def test_a_group_that_nobody_joins_is_given_up() -> None:
@@ -196,15 +218,133 @@ def test_a_group_that_nobody_joins_is_given_up() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_nccls_group_has_the_same_calls() -> None:
+def test_a_group_of_nccl_has_the_same_calls() -> None:
     """One GPU makes a group of one."""
     group = TorchGroup("nccl", address="127.0.0.1", port=free_port(), rank=0, size=1, timeout_s=WAIT_S)
-    tensors = {name: tensor.to(group.device) for name, tensor in weights_of(1).items()}
-    entries = in_buckets(tensors, 1300)
-    buffers = [torch.empty(one, dtype=torch.uint8, device=group.device) for one in bucket_sizes(entries)]
-    for name, target in views(entries, buffers).items():
-        target.copy_(tensors[name])
+    entries, buffers = in_buffers(1, 1300, "cuda")
     send(group, 1, sum_of_buckets(entries, buffers), entries, buffers)
     assert group.agreed(True) and not group.agreed(False)
-    assert all(torch.equal(found, tensors[name]) for name, found in views(entries, buffers).items())
+    assert equals({name: one.cpu() for name, one in views(entries, buffers).items()}, 1)
     group.close()
+
+
+# -- weights on request -----------------------------------------------------------------------------------------------
+
+
+def run_engine(pipe: Connection, name: str) -> None:
+    """Receives pickled weights. Answers with their version if they are intact, and whether it joined a new group.
+    `fails`: an error before or after it receives a version, which ends its group."""
+    torch.set_num_threads(1)
+    group: Any = None
+    for sent, version, fails in iter(pipe.recv, None):
+        try:
+            staged = Staged()
+            with pickle.loads(sent).sending(name, 1) as meeting:
+                if meeting["port"]:
+                    place = {"address": meeting["address"], "port": meeting["port"], "size": meeting["size"]}
+                    group = TorchGroup(meeting["kind"], **place, rank=1, timeout_s=WAIT_S)
+                if fails != "before":
+                    receive(group, staged)
+                if fails:
+                    group = None
+                    raise ValueError("the engine refused it")
+            pipe.send((version if equals(staged.tensors, version) else None, bool(meeting["port"])))
+        except Exception as error:  # noqa: BLE001  # the test expects it
+            pipe.send(type(error).__name__)
+
+
+@pytest.fixture
+def engines() -> Iterator[Callable[[str], Process]]:
+    made: list[Process] = []
+
+    def build(name: str) -> Process:
+        made.append(Process(run_engine, name))
+        return made[-1]
+
+    yield build
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def server() -> Iterator[WeightServer]:
+    one = WeightServer(host="127.0.0.1")
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def packer(server: WeightServer) -> DevicePacker:
+    return DevicePacker(bucket_bytes=1300, travels_as=server.offer)
+
+
+def test_each_engine_receives_every_version_in_its_own_group_and_a_failure_costs_one_attempt(
+    packer: DevicePacker, server: WeightServer, engines: Callable[[str], Process]
+) -> None:
+    one, other = engines("one"), engines("other")
+    held = [packer(weights_of(version)) for version in range(4)]
+
+    def ask(engine: Process, version: int, *, fails: str = "") -> Any:
+        return engine.ask((pickle.dumps(held[version]), version, fails))
+
+    assert ask(one, 1) == (1, True) and ask(other, 2) == (2, True)
+    assert ask(one, 2) == (2, False), "the group exists"
+    assert ask(one, 3, fails="before") == "ValueError"
+    assert ask(other, 3) == (3, False), "another engine's failure changes nothing"
+    assert ask(one, 3) == (3, True), "the group was out of step, so another was created"
+    assert ask(one, 2, fails="after") == "ValueError"
+    assert ask(one, 3) == (3, True), "also if the trainer had sent everything"
+    one.close()
+    assert ask(engines("one"), 3) == (3, True), "the successor has another group"
+    assert len(server._groups) == 2
+
+
+def run_dying_trainer(pipe: Connection) -> None:
+    """Offers a version, and ends when it should send it."""
+    torch.set_num_threads(1)
+    packer = DevicePacker(bucket_bytes=100, travels_as=WeightServer(host="127.0.0.1").offer)
+    held = packer(weights_of(1))
+    broadcast.send = lambda *given: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    pipe.send(pickle.dumps(held))
+    pipe.recv()
+
+
+def test_weights_are_gone_with_a_trainer_that_dies_while_it_sends(engines: Callable[[str], Process]) -> None:
+    sent = Process(run_dying_trainer).answer()
+    assert engines("one").ask((sent, 1, "")) == "WeightsGone"
+
+
+def test_weights_that_are_not_held_or_whose_trainer_ended_are_gone(packer: DevicePacker, server: WeightServer) -> None:
+    dropped = pickle.loads(pickle.dumps(packer(weights_of(1))))
+    assert isinstance(dropped, SentWeights)
+    held = packer(weights_of(1))
+    sent = pickle.loads(pickle.dumps(held))
+    assert sent.checksum == pack(weights_of(1)).checksum and sent.n_bytes == held.n_bytes
+    with pytest.raises(WeightsGone, match="not held"), dropped.sending("one", 1):
+        pytest.fail("it was entered")
+    server.close()
+    with pytest.raises(WeightsGone, match="does not answer"), sent.sending("one", 1):
+        pytest.fail("it was entered")
+
+
+WRONG_TOKEN = {"token": "0" * 32, "receiver": "x", "process": "p", "size": 2, "key": 1, "new_group": False}
+
+
+@pytest.mark.parametrize("line", [b"{}\n", b"nonsense\n", b"[1]\n", b"", json.dumps(WRONG_TOKEN).encode() + b"\n"])
+def test_a_stranger_receives_nothing(packer: DevicePacker, server: WeightServer, line: bytes) -> None:
+    held = packer(weights_of(1))
+    pickle.dumps(held)
+    with socket.create_connection((server.address.host, server.address.port), timeout=WAIT_S) as one:
+        one.sendall(line)
+        one.shutdown(socket.SHUT_WR)
+        assert one.recv(100) == b""
+
+
+def test_the_transport_decides_how_weights_are_copied_and_pickled() -> None:
+    assert packer_for("object_store") is pack
+    for transport, kind in (("ipc", "DeviceWeights"), ("nccl", "SentWeights")):
+        packer = packer_for(transport)
+        assert isinstance(packer, DevicePacker)
+        weights = packer(weights_of(1))
+        sent = weights.travels_as(weights) if weights.travels_as else weights
+        assert type(sent).__name__ == kind

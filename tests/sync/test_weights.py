@@ -1,11 +1,9 @@
-"""Weights arrive as they left, byte for byte, in whatever type and shape; and a sum of contents tells when they did
-not, whatever the one who holds them has done to their layout."""
+"""Weights arrive bit for bit, in any type and shape, and the checksum shows when they did not."""
 
 from __future__ import annotations
 
 import pickle
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from freewheel.sync import weights as module
-from freewheel.sync.weights import ALIGN_BYTES, content_sum, pack
+from freewheel.sync.weights import bucket_sizes, by_bucket, content_sum, in_buckets, pack, sum_of_buckets, views
 
 KINDS = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool, torch.float64]
 
@@ -25,53 +23,78 @@ def numbers(seed: int, count: int, kind: torch.dtype) -> Tensor:
     return (torch.randn(count, generator=made) * 90).to(kind)
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    shapes=st.lists(st.lists(st.integers(0, 5), max_size=3), min_size=1, max_size=6),
-    kinds=st.lists(st.sampled_from(KINDS), min_size=6, max_size=6),
-)
-def test_every_shape_and_type_comes_back_bit_for_bit(shapes: list[list[int]], kinds: list[torch.dtype]) -> None:
-    made = torch.Generator().manual_seed(0)
-    given_ = {"head": torch.ones(1)} | {
-        f"layer.{index}": torch.randint(-9, 9, shape, generator=made).to(kind)
-        for index, (shape, kind) in enumerate(zip(shapes, kinds, strict=False))
+models = st.lists(
+    st.tuples(st.lists(st.integers(0, 6), max_size=3), st.sampled_from(KINDS)), min_size=1, max_size=12
+).map(
+    lambda tensors: {
+        f"w{index}": numbers(index, torch.Size(shape).numel(), kind).reshape(shape)
+        for index, (shape, kind) in enumerate(tensors)
     }
-    packed = pack(given_)
+)
+
+
+# -- layout -----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=80, deadline=None)
+@given(models, st.integers(1, 400))
+def test_buckets_have_all_tensors_in_order_and_they_read_as_they_were_written(
+    tensors: dict[str, Tensor], bucket_bytes: int
+) -> None:
+    entries = in_buckets(tensors, bucket_bytes)
+    assert list(entries) == list(tensors)
+    parts, sizes = by_bucket(entries), bucket_sizes(entries)
+    assert sum(map(len, parts)) == len(tensors) and all(parts)
+    for part, size in zip(parts, sizes, strict=True):
+        end = 0
+        for name, entry in part.items():
+            width = tensors[name].element_size()
+            assert entry.start % width == 0 and end <= entry.start < end + width, "no gap but for the alignment"
+            end = entry.start + entry.n_bytes
+        assert end == size
+        assert size <= bucket_bytes or sum(entry.n_bytes > 0 for entry in part.values()) == 1
+    buffers = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+    for name, target in views(entries, buffers).items():
+        target.copy_(tensors[name])
+    found = views(entries, buffers)
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    assert sum_of_buckets(entries, buffers) == content_sum(tensors.values())
+
+
+def test_a_bucket_is_filled_to_its_last_byte() -> None:
+    tensors = {name: torch.zeros(2) for name in "abc"}
+    assert bucket_sizes(in_buckets(tensors, 16)) == [16, 8]
+
+
+@settings(max_examples=40, deadline=None)
+@given(models)
+def test_packed_weights_have_every_shape_and_type_bit_for_bit(tensors: dict[str, Tensor]) -> None:
+    tensors["head"] = torch.ones(1)  # a model is never empty
+    packed = pack(tensors)
     found = packed.tensors()
-    assert list(found) == list(given_)
-    for name, tensor in given_.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor)
-    assert packed.checksum == content_sum(given_.values()) == content_sum(reversed(found.values()))
-    assert all(entry.start % ALIGN_BYTES == 0 for entry in packed.entries.values())
+    assert list(found) == list(tensors)
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
+    assert packed.checksum == content_sum(tensors.values()) == content_sum(reversed(found.values()))
 
 
-def test_a_packed_copy_does_not_follow_its_source() -> None:
-    source = torch.zeros(3)
-    packed = pack({"w": source})
+def test_a_packed_copy_does_not_follow_its_source_and_reads_views_in_their_order() -> None:
+    source = torch.arange(6.0).reshape(2, 3)
+    expected = source.T.clone()
+    packed = pack({"w": source.T})
     source += 1
-    assert packed.tensors()["w"].tolist() == [0.0, 0.0, 0.0]
-
-
-def test_views_that_are_not_contiguous_are_packed_as_they_read() -> None:
-    square = torch.arange(6.0).reshape(2, 3)
-    assert torch.equal(pack({"w": square.T}).tensors()["w"], square.T)
+    assert torch.equal(packed.tensors()["w"], expected)
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_buffer_that_cannot_be_written_is_read_without_complaint() -> None:
-    """As the object store gives it."""
+def test_a_read_only_buffer_is_read_without_a_warning() -> None:
+    """The object store's buffers are read-only."""
     packed = pickle.loads(pickle.dumps(pack({"w": torch.ones(2)})))
     packed.buffer.setflags(write=False)
     assert packed.tensors()["w"].tolist() == [1.0, 1.0]
-    assert packed.n_bytes == ALIGN_BYTES
 
 
-def test_numpy_is_all_that_travels() -> None:
-    assert isinstance(pack({"w": torch.ones(1)}).buffer, np.ndarray)
-
-
-# -- the sum of contents ----------------------------------------------------------------------------------------------
+# -- the checksum -----------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=60, deadline=None)
@@ -82,14 +105,13 @@ def test_numpy_is_all_that_travels() -> None:
     padding=st.integers(0, 70),
     seed=st.integers(0, 9),
 )
-def test_a_sum_does_not_see_how_contents_are_split_fused_ordered_or_padded(
+def test_a_checksum_does_not_depend_on_splitting_fusing_order_or_padding(
     kind: torch.dtype, count: int, cuts: list[int], padding: int, seed: int
 ) -> None:
     whole = numbers(seed, count, kind)
     expected = content_sum([whole])
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-    at = sorted(cut for cut in cuts if cut <= count)
-    parts = list(whole.tensor_split(at))
+    parts = list(whole.tensor_split(sorted(cut for cut in cuts if cut <= count)))
     fused = torch.cat([whole[order], torch.zeros(padding, dtype=kind)])
     assert content_sum(parts) == content_sum(reversed(parts)) == content_sum([fused]) == expected
     square = torch.cat([whole, torch.zeros(-count % 7, dtype=kind)]).view(-1, 7)
@@ -104,7 +126,7 @@ def test_a_sum_does_not_see_how_contents_are_split_fused_ordered_or_padded(
     place=st.integers(0, 99),
     bit=st.integers(0, 63),
 )
-def test_a_flipped_bit_changes_the_sum(kind: torch.dtype, count: int, place: int, bit: int) -> None:
+def test_a_flipped_bit_changes_the_checksum(kind: torch.dtype, count: int, place: int, bit: int) -> None:
     sent = numbers(3, count, kind)
     arrived = sent.clone()
     data = arrived.view(torch.uint8).numpy()
@@ -114,10 +136,10 @@ def test_a_flipped_bit_changes_the_sum(kind: torch.dtype, count: int, place: int
 
 
 @given(st.lists(st.integers(-(2**15), 2**15 - 1), min_size=1, max_size=9), st.data())
-def test_what_moves_from_one_element_to_another_changes_the_sum_unless_they_change_places(
+def test_a_change_of_two_elements_changes_the_checksum_unless_they_are_swapped(
     values: list[int], data: st.DataObject
 ) -> None:
-    """A plain sum of bit patterns would not notice."""
+    """A plain sum of bit patterns would miss it."""
     a, b = (data.draw(st.integers(0, len(values) - 1)) for _ in range(2))
     step = data.draw(st.integers(1, 2**14))
     sent = torch.tensor(values, dtype=torch.int32)
@@ -128,32 +150,24 @@ def test_what_moves_from_one_element_to_another_changes_the_sum_unless_they_chan
     assert (content_sum([arrived]) == content_sum([sent])) == same
 
 
-def test_minus_zero_and_not_a_number_are_contents_too() -> None:
+def test_a_checksum_depends_on_bit_patterns_alone() -> None:
     assert content_sum([torch.tensor([-0.0])]) != content_sum([torch.tensor([0.0])]) == 0
     assert content_sum([torch.tensor([torch.nan])]) != 0
-
-
-def test_types_of_one_width_differ_by_their_bits_alone() -> None:
     some = numbers(1, 50, torch.bfloat16)
-    assert content_sum([some]) == content_sum([some.view(torch.int16)])
-    assert content_sum([some]) != content_sum([some.half()])
+    assert content_sum([some]) == content_sum([some.view(torch.int16)]) != content_sum([some.half()])
 
 
-def test_a_sum_in_pieces_is_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = [numbers(seed, 1000, kind) for seed, kind in enumerate(KINDS)]
-    expected = content_sum(tensors)
-    monkeypatch.setitem(module.CHUNK, "cpu", 7)
-    assert content_sum(tensors) == expected
-
-
-def test_a_sum_is_what_its_formula_says() -> None:
-    """Other processes, machines and releases of torch compute it too."""
-    patterns = [1, -2, 2**31 - 1, -(2**31)]
+@pytest.mark.parametrize(
+    ("patterns", "kind"), [([1, -2, 2**31 - 1, -(2**31)], torch.int32), ([2**62 + 12345, -(2**63)], torch.int64)]
+)
+def test_a_checksum_follows_its_formula(
+    monkeypatch: pytest.MonkeyPatch, patterns: list[int], kind: torch.dtype
+) -> None:
+    """Other processes, machines and releases of torch compute it too, in pieces of their own size."""
     expected = sum(module._LINEAR * x + module._SQUARE * x * x for x in patterns) % 2**64
-    assert content_sum([torch.tensor(patterns, dtype=torch.int32)]) == expected
-    huge = [2**62 + 12345, -(2**63)]
-    expected = sum(module._LINEAR * x + module._SQUARE * x * x for x in huge) % 2**64
-    assert content_sum([torch.tensor(huge)]) == expected
+    assert content_sum([torch.tensor(patterns, dtype=kind)]) == expected
+    monkeypatch.setitem(module.CHUNK, "cpu", 3)
+    assert content_sum([torch.tensor(patterns, dtype=kind)]) == expected
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -1,51 +1,32 @@
-"""Audits a run: does every prompt end once, and was nothing trained that was too old? Pure and read-only.
+"""Audits a run: does every prompt end once, and was nothing trained that was too old? Read-only.
 
     journal: stored, failures, abandoned, steps ┐
     checkpoints: frontiers ─────────────────────┴─▶ a state for every ordinal, and contradictions
 
-Called by `freewheel inspect`, also during a run: the journal is read as of one moment, except the lags of its groups,
-which do not change. Checkpoints must be read first, because a step reaches the journal before a checkpoint. Needs a few
-bytes of memory per ordinal.
+Called by `freewheel inspect`, also during a run: the journal is read as of one moment. Checkpoints must be read first,
+because a step reaches the journal before a checkpoint. Needs about 100 bytes of memory per ordinal.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
 
 if TYPE_CHECKING:
-    from freewheel.queue.journal import Abandoned, CheckpointMark, Failed, Step, Stored
-    from freewheel.queue.ledger import Frontier
-
-Ends = np.ndarray[Any, np.dtype[np.int32]]
-Which = np.ndarray[Any, np.dtype[np.bool_]]
+    from freewheel.queue.journal import CheckpointMark, Journal, Step, Stored
 
 STATES = ("trained", "abandoned", "ended", "taken", "queued", "failed", "open")
 """`ended`: a frontier says so, and its own record is gone. `failed`: it waits for another attempt or is in one. `open`:
 nothing is recorded; in flight during a run, issued again by a resume."""
-MOST_TOLD = 10
+MOST_LISTED = 10
 """Violations of one kind that are listed; more would say nothing new."""
 
-NOT_ENDED, ABANDONED = 0, -1
+ABANDONED = 0
 """Instead of the step in which an ordinal was trained: steps count from 1."""
-
-
-class Recorded(Protocol):
-    """What is read of a `Journal`."""
-
-    def snapshot(self) -> AbstractContextManager[None]: ...
-    def base(self) -> CheckpointMark: ...
-    def steps(self, *, after: int) -> Iterator[Step]: ...
-    def stored(self) -> Iterator[Stored]: ...
-    def groups(self, step: int) -> list[Stored] | None: ...
-    def failures(self, ordinal: int | None = None) -> Iterator[Failed]: ...
-    def abandoned(self) -> Iterator[Abandoned]: ...
 
 
 class Audit(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,7 +58,7 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def audit(
-    journal: Recorded | None,
+    journal: Journal | None,
     *,
     checkpoints: Sequence[CheckpointMark] = (),
     max_lag: int | None = None,
@@ -85,44 +66,44 @@ def audit(
 ) -> Audit:
     """Audit a run. `journal` None: use only the checkpoints. `max_lag`: largest allowed lag at training; `capacity`:
     most groups alive at once. None: not checked."""
-    book = _Book(max_lag=max_lag)
+    auditor = _Auditor(max_lag)
     if journal is not None:
-        book.read(journal)
+        auditor.read(journal)
     for mark in sorted(checkpoints, key=lambda mark: mark.step):
-        book.compare(f"the checkpoint of step {mark.step}", mark.step, mark.version, mark.frontier)
-    return book.close(capacity)
+        auditor.compare(f"the checkpoint of step {mark.step}", mark)
+    return auditor.report(capacity)
 
 
-class _Book:
-    """One reading of a run."""
+class _Auditor:
+    """Reads a run once and collects what contradicts itself."""
 
-    def __init__(self, *, max_lag: int | None) -> None:
+    def __init__(self, max_lag: int | None) -> None:
         self._max_lag = max_lag
-        self._ends = array("i")  # by ordinal
-        self._covered = np.zeros(0, bool)  # ordinals that a frontier counts as ended
+        self._ends: dict[int, int] = {}  # ordinal → the step it was trained in, or `ABANDONED`
+        self._low = 0  # below this, a frontier counts all ordinals as ended
+        self._covered: set[int] = set()  # and these
         self._queued: dict[int, int] = {}  # ordinal → sequence
         self._taken: set[int] = set()
         self._failed: set[int] = set()
-        self._sequences = array("q")
-        self._versions: dict[int, int] = {}  # after each committed step
-        self._oldest: dict[int, tuple[int, int]] = {}  # step → version of its oldest group, and its number of groups
+        self._sequences: set[int] = set()
+        self._versions: dict[int, int] = {}  # step → the version after it
         self._base: CheckpointMark | None = None
-        self._stored = self._checked = self._stale = self._lost = self._again = 0
+        self._stored = self._checked = self._stale = self._lost = self._repeated = 0
         self._abandoned: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
-        self._violations: dict[str, list[str]] = {}
-        self._more: Counter[str] = Counter()
+        self._listed: dict[str, list[str]] = {}
+        self._counted: Counter[str] = Counter()
         self._notes: list[str] = []
         self._step = self._version = 0
 
     # -- the journal --------------------------------------------------------------------------------------------------
 
-    def read(self, journal: Recorded) -> None:
+    def read(self, journal: Journal) -> None:
         with journal.snapshot():
             self._base = base = journal.base()
             self._step, self._version = base.step, base.version
             for group in journal.stored():
-                self._store(group)
+                self._read_stored(group)
             for failed in journal.failures():
                 self._failures[failed.reason] += 1
                 self._failed.add(failed.ticket.ordinal)
@@ -130,41 +111,40 @@ class _Book:
                 self._abandoned[gone.reason] += 1
                 self._end(gone.ordinal, ABANDONED)
             for step in journal.steps(after=0):
-                self._one_step(step)
-        self._count_steps(base)
-        self._compare_sequences()
+                self._read_step(step, journal)
+        missing = [number for number in range(1, self._step + 1) if number not in self._versions]
+        for number in missing:
+            if number > base.step:
+                self._violate("missing step", f"step {number} is missing between {base.step} and {self._step}")
+        if earlier := sum(number <= base.step for number in missing):
+            self._notes.append(
+                f"{earlier} steps up to {base.step} have no row of their own: a checkpoint vouches for them"
+            )
         if base.step:
-            self.compare(f"the journal's base at step {base.step}", base.step, base.version, base.frontier)
-        if self._max_lag is not None:
-            for number in self._versions:
-                self._check_lags(journal, number, self._max_lag)
+            self.compare(f"the journal's base at step {base.step}", base)
 
-    def _store(self, group: Stored) -> None:
+    def _read_stored(self, group: Stored) -> None:
         ticket = group.ticket
         self._stored += 1
         if ticket.ordinal in self._queued:
-            told = f"sequences {self._queued[ticket.ordinal]} and {ticket.sequence}"
-            self._violate("queued twice", f"prompt {ticket.ordinal} is in the queue twice ({told})")
+            sequences = f"sequences {self._queued[ticket.ordinal]} and {ticket.sequence}"
+            self._violate("queued twice", f"prompt {ticket.ordinal} is in the queue twice ({sequences})")
         self._queued[ticket.ordinal] = ticket.sequence
 
     def _end(self, ordinal: int, how: int) -> None:
-        if ordinal >= len(self._ends):
-            self._ends.extend([NOT_ENDED] * (ordinal + 1 - len(self._ends)))
-        before = self._ends[ordinal]
+        before = self._ends.get(ordinal)
         self._ends[ordinal] = how
-        if before == NOT_ENDED:
-            return
-        self._again += 1
-        if before == ABANDONED:
-            what = "abandoned twice" if how == ABANDONED else f"abandoned and trained on in step {how}"
-        else:
-            what = f"trained on in step {before} and again in step {how}"
-        self._violate("ended twice", f"prompt {ordinal} was {what}")
+        if before is not None:
+            self._repeated += 1
+            first = "abandoned" if before == ABANDONED else f"trained on in step {before}"
+            self._violate("ended twice", f"prompt {ordinal} was {first} and trained on in step {how}")
 
-    def _one_step(self, step: Step) -> None:
+    def _read_step(self, step: Step, journal: Journal) -> None:
         for ticket in step.tickets:
+            if ticket.sequence in self._sequences:
+                self._violate("sequence", f"sequence {ticket.sequence} is twice in the groups of steps")
             if ticket.sequence >= 0:  # a compacted step has no sequences any more
-                self._sequences.append(ticket.sequence)
+                self._sequences.add(ticket.sequence)
             if ticket.ordinal in self._queued:
                 self._violate("queued again", f"prompt {ticket.ordinal} is in step {step.step} and in the queue")
         if step.version is None:
@@ -172,142 +152,111 @@ class _Book:
             return
         for ticket in step.tickets:
             self._end(ticket.ordinal, step.step)
-        before = self._version_before(step.step)
-        if before is not None and step.version < before:
-            self._violate("version", f"step {step.step} made version {step.version}, and {before} was there before it")
+        assert self._base is not None
+        before = 0 if step.step == 1 else self._versions.get(step.step - 1)
+        if step.step == self._base.step + 1:
+            before = self._base.version
+        if before is not None:
+            if step.version < before:
+                self._violate("version", f"step {step.step} made version {step.version}, which is before {before}")
+            if self._max_lag is not None:
+                self._check_lags(step, journal, before, self._max_lag)
         self._versions[step.step] = step.version
-        if step.min_version is not None:
-            self._oldest[step.step] = step.min_version, len(step.tickets)
         self._step, self._version = max(self._step, step.step), max(self._version, step.version)
 
-    def _version_before(self, step: int) -> int | None:
-        if self._base is not None and step == self._base.step + 1:
-            return self._base.version
-        return 0 if step == 1 else self._versions.get(step - 1)
-
-    def _check_lags(self, journal: Recorded, step: int, allowed: int) -> None:
-        before = self._version_before(step)
-        if before is None:
-            return
-        if step in self._oldest:
-            oldest, groups = self._oldest[step]
-            self._checked += groups
-            if before - oldest > allowed:
-                self._stale += 1  # at least
-                told = f"a group of step {step} lagged {before - oldest} versions"
-                self._violate("stale", f"{told}, and {allowed} are allowed")
-            return
-        for group in journal.groups(step) or ():
-            self._checked += 1
-            lag = before - group.min_version
+    def _check_lags(self, step: Step, journal: Journal, version: int, allowed: int) -> None:
+        """`version`: the trainer's, when it trained `step`."""
+        if step.min_version is not None:
+            self._checked += len(step.tickets)
+            lags = {"a group": version - step.min_version}  # its oldest: at least one is stale
+        else:
+            found = journal.min_versions(step) or []
+            self._checked += len(found)
+            tickets = zip(step.tickets, found, strict=False)
+            lags = {f"prompt {ticket.ordinal}": version - oldest for ticket, oldest in tickets}
+        for what, lag in lags.items():
             if lag > allowed:
                 self._stale += 1
-                told = f"prompt {group.ticket.ordinal} lagged {lag} versions in step {step}"
-                self._violate("stale", f"{told}, and {allowed} are allowed")
-
-    def _count_steps(self, base: CheckpointMark) -> None:
-        missing = [step for step in range(1, self._step + 1) if step not in self._versions]
-        for step in missing:
-            if step > base.step:
-                self._violate("missing step", f"step {step} is missing between {base.step} and {self._step}")
-        earlier = sum(step <= base.step for step in missing)
-        if earlier:
-            self._notes.append(
-                f"{earlier} steps up to {base.step} have no row of their own: a checkpoint vouches for them"
-            )
-
-    def _compare_sequences(self) -> None:
-        found = np.sort(np.array(self._sequences, np.int64))
-        for sequence in np.unique(found[1:][found[1:] == found[:-1]]).tolist():
-            self._violate("sequence", f"sequence {sequence} stands twice in the steps' groups")
+                self._violate("stale", f"{what} lagged {lag} versions in step {step.step}, and {allowed} are allowed")
 
     # -- frontiers ----------------------------------------------------------------------------------------------------
 
-    def compare(self, name: str, step: int, version: int, frontier: Frontier) -> None:
+    def compare(self, name: str, mark: CheckpointMark) -> None:
         """Compare a frontier with what is known about the steps up to it."""
-        size = max(len(self._ends), len(self._covered), frontier.low, max(frontier.ended, default=-1) + 1)
-        ends, covered = self._padded(size), np.zeros(size, bool)
-        covered[: frontier.low] = True
-        covered[list(frontier.ended)] = True
-        trained, abandoned = (ends > 0) & (ends <= step), ends == ABANDONED
-        told = frontier.trained + sum(frontier.abandoned.values())
-        surplus = int(covered.sum()) - told
-        if surplus:
-            self._violate("count", f"{name} has {covered.sum()} ended prompts, and counts {told} trained or abandoned")
+        step, frontier = mark.step, mark.frontier
+        covered = set(frontier.ended)
+
+        def is_covered(ordinal: int) -> bool:
+            return ordinal < frontier.low or ordinal in covered
+
+        ended = frontier.low + len(covered)
+        counted = frontier.trained + sum(frontier.abandoned.values())
+        if ended != counted:
+            self._violate("count", f"{name} has {ended} ended prompts, and counts {counted} trained or abandoned")
         # If the rows explain the frontier's counts, they are complete: any other ended prompt was lost.
-        complete = self._base is not None and told == (covered & (trained | abandoned)).sum()
-        unknown = covered & (ends == NOT_ENDED)
-        if complete:
+        explained = sum(how <= step and is_covered(ordinal) for ordinal, how in self._ends.items())
+        if self._base is not None and counted == explained:
+            unknown = [one for one in chain(range(frontier.low), frontier.ended) if one not in self._ends]
             self._name_all("lost", unknown, f"has ended by {name}, and nobody trained on it or abandoned it")
-        self._lost = max(self._lost, surplus, int(unknown.sum()) if complete else 0)
-        self._again = max(self._again, -surplus)
-        self._name_all("later", covered & (ends > step), f"has ended by {name}, and was trained on later")
-        self._name_all("uncovered", ~covered & trained, f"was trained on up to then, and is open by {name}")
-        known = self._versions.get(step)
-        if known is not None and known != version:
-            self._violate("version", f"{name} is of version {version}, and the journal says {known}")
+            self._lost = max(self._lost, len(unknown))
+        self._lost = max(self._lost, ended - counted)
+        self._repeated = max(self._repeated, counted - ended)
+        trained = [(ordinal, how) for ordinal, how in sorted(self._ends.items()) if how != ABANDONED]
+        later = (ordinal for ordinal, how in trained if how > step and is_covered(ordinal))
+        self._name_all("later", later, f"has ended by {name}, and was trained on later")
+        uncovered = (ordinal for ordinal, how in trained if how <= step and not is_covered(ordinal))
+        self._name_all("uncovered", uncovered, f"was trained on up to then, and is open by {name}")
+        known = self._versions.get(step, mark.version)
+        if known != mark.version:
+            self._violate("version", f"{name} is of version {mark.version}, and the journal says {known}")
         if step > self._step:
             if self._base is not None:
                 self._notes.append(f"the journal ends at step {self._step}, before {name}: its tail was lost")
-            self._step, self._version = step, version
-        self._covered = np.concatenate([self._covered, np.zeros(size - len(self._covered), bool)]) | covered
+            self._step, self._version = step, mark.version
+        self._low = max(self._low, frontier.low)
+        self._covered |= covered
         if self._base is None:
             self._abandoned = Counter(frontier.abandoned)
 
-    def _padded(self, size: int) -> Ends:
-        ends = np.zeros(size, np.int32)
-        ends[: len(self._ends)] = np.array(self._ends, np.int32)
-        return ends
-
-    def _name_all(self, kind: str, which: Which, what: str) -> None:
-        for ordinal in np.flatnonzero(which).tolist():
-            self._violate(kind, f"prompt {ordinal} {what}")
-
     # -- the result ---------------------------------------------------------------------------------------------------
 
+    def _name_all(self, kind: str, ordinals: Iterable[int], what: str) -> None:
+        for ordinal in ordinals:
+            self._violate(kind, f"prompt {ordinal} {what}")
+
     def _violate(self, kind: str, text: str) -> None:
-        found = self._violations.setdefault(kind, [])
-        if len(found) < MOST_TOLD:
-            found.append(text)
-        self._more[kind] += 1
+        self._counted[kind] += 1
+        if self._counted[kind] <= MOST_LISTED:
+            self._listed.setdefault(kind, []).append(text)
 
-    def _told(self) -> list[str]:
-        told = []
-        for kind, found in self._violations.items():
-            told += found
-            if self._more[kind] > len(found):
-                told.append(f"… and {self._more[kind] - len(found)} more like this")
-        return told
-
-    def _states(self) -> dict[str, int]:
-        known = [len(self._ends), len(self._covered), *(max(some) + 1 for some in self._unended() if some)]
-        ends, covered = self._padded(max(known)), np.zeros(max(known), bool)
-        covered[: len(self._covered)] = self._covered
+    def _count_states(self) -> dict[str, int]:
+        covered = [one for one in chain(range(self._low), self._covered) if one not in self._ends]
         states = dict.fromkeys(STATES, 0)
-        states["trained"], states["abandoned"] = int((ends > 0).sum()), int((ends == ABANDONED).sum())
-        states["ended"] = int((covered & (ends == NOT_ENDED)).sum())
-        rest: set[int] = set(np.flatnonzero(~covered & (ends == NOT_ENDED)).tolist())
-        for state, ordinals in zip(("taken", "queued", "failed"), self._unended(), strict=True):
-            states[state] = len(rest & ordinals)
-            rest -= ordinals
-        states["open"] = len(rest)
+        states["abandoned"] = sum(how == ABANDONED for how in self._ends.values())
+        states["trained"] = len(self._ends) - states["abandoned"]
+        seen = {*self._ends}
+        for state, ordinals in zip(STATES[2:-1], (covered, self._taken, self._queued, self._failed), strict=True):
+            states[state] = len({*ordinals} - seen)
+            seen.update(ordinals)
+        states["open"] = max(seen, default=-1) + 1 - len(seen)
         return states
 
-    def _unended(self) -> tuple[set[int], set[int], set[int]]:
-        return self._taken, set(self._queued), self._failed
-
-    def close(self, capacity: int | None) -> Audit:
-        states = self._states()
+    def report(self, capacity: int | None) -> Audit:
+        states = self._count_states()
         alive = states["open"] + states["queued"] + states["taken"]
         if capacity is not None and alive > capacity:
             self._notes.append(
                 f"{alive} prompts have begun and not ended, and {capacity} can be alive at once: a run that had to go "
                 "back some steps issues them again; in any other they were forgotten"
             )
-        trained = states["trained"]
-        if self._max_lag is not None and self._checked < trained:
-            checked = f"the lag of {self._checked} of {trained} trained groups could be checked"
-            self._notes.append(f"{checked}; of the others nothing is left")
+        if self._max_lag is not None and self._checked < states["trained"]:
+            self._notes.append(
+                f"the lag of {self._checked} of {states['trained']} trained groups could be checked; others are gone"
+            )
+        violations: list[str] = []
+        for kind, listed in self._listed.items():
+            more = self._counted[kind] - len(listed)
+            violations += [*listed, f"… and {more} more like this"] if more else listed
         return Audit(
             step=self._step,
             version=self._version,
@@ -315,12 +264,12 @@ class _Book:
             abandoned=dict(self._abandoned),
             failures=dict(self._failures),
             lost=self._lost,
-            repeated=self._again,
+            repeated=self._repeated,
             stale_trained=self._stale,
             lags_checked=self._checked,
             stored_groups=self._stored,
             recorded=(min(self._versions), max(self._versions)) if self._versions else None,
             base=None if self._base is None else self._base.step,
-            violations=self._told(),
+            violations=violations,
             notes=self._notes,
         )

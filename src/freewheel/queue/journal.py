@@ -74,7 +74,10 @@ class Stored(msgspec.Struct, frozen=True):
 
 
 class Took(msgspec.Struct, frozen=True):
-    """The groups of `step`. A later `Took` of the same step replaces them until the step is committed."""
+    """The groups of `step`. A later `Took` of the same step replaces them until the step is committed.
+
+    Without groups, none of them missing: nobody will commit the step, and its groups are stored again.
+    """
 
     step: int
     tickets: tuple[Ticket, ...]
@@ -83,19 +86,12 @@ class Took(msgspec.Struct, frozen=True):
 
 
 class Committed(msgspec.Struct, frozen=True):
-    """`step` was trained."""
+    """`step` was trained. Again, with a later version: the run ends after it, and the version is complete."""
 
     step: int
     version: int
     """The version after it."""
     wall_s: float
-
-
-class VersionCompleted(msgspec.Struct, frozen=True):
-    """The run ended after `step`, between two versions: the steps since the last version became `version`."""
-
-    step: int
-    version: int
 
 
 class Failed(msgspec.Struct, frozen=True):
@@ -119,19 +115,13 @@ class Abandoned(msgspec.Struct, frozen=True):
     wall_s: float
 
 
-class GivenBack(msgspec.Struct, frozen=True):
-    """Nobody will commit `step`: its groups are stored again. Changes nothing if the step is committed."""
-
-    step: int
-
-
 class Reserved(msgspec.Struct, frozen=True):
     """Sequences below this may have been given out."""
 
     below: int
 
 
-Event = Stored | Took | Committed | VersionCompleted | Failed | Abandoned | GivenBack | Reserved
+Event = Stored | Took | Committed | Failed | Abandoned | Reserved
 
 
 # -- what is read -----------------------------------------------------------------------------------------------------
@@ -401,15 +391,15 @@ class Journal:
             case Took(step, tickets, missing):
                 known = self._step(step)
                 if known is None or known.version is None:
-                    self._write_step("steps", Step(step, None, tickets, missing, 0.0))
+                    if tickets or missing:
+                        self._write_step("steps", Step(step, None, tickets, missing, 0.0))
+                    else:
+                        self._db.execute("DELETE FROM steps WHERE step = ?", (step,))
             case Committed(step, version, wall_s):
                 known = self._step(step)
                 assert known is not None, f"step {step} is committed, and nobody took it"
-                if known.version is None:
+                if known.version is None or (version > known.version and step > self.base().step):
                     self._write_step("steps", msgspec.structs.replace(known, version=version, wall_s=wall_s))
-            case VersionCompleted(step, version):
-                if known := next(self._steps("steps", step - 1, step), None):
-                    self._write_step("steps", msgspec.structs.replace(known, version=version))
             case Failed(ticket, _, _, detail):
                 shown = msgspec.structs.replace(event, detail=detail[:DETAIL_CHARS])
                 row = (ticket.sequence, ticket.ordinal, *_seal(ticket.sequence, shown))
@@ -418,18 +408,14 @@ class Journal:
             case Abandoned(ordinal):
                 values = (ordinal, *_seal(ordinal, event))
                 self._db.execute("INSERT OR IGNORE INTO abandoned VALUES (?, ?, ?)", values)
-            case GivenBack(step):
-                if (known := self._step(step)) is not None and known.version is None:
-                    self._db.execute("DELETE FROM steps WHERE step = ?", (step,))
             case Reserved(below):
                 self._set("reserved", max(below, self.reserved()))
-            case _:
-                raise AssertionError(f"not an event: {event!r}")
 
     def compact(self, *, step: int, frontier: Frontier, keep_groups: int) -> None:
-        """Delete the groups of steps up to `step`, except the last `keep_groups`: no resume goes back beyond it.
+        """Delete the groups of steps up to `step`, because no resume goes back beyond it.
 
-        `frontier` is the ledger at `step`. The pages are used again; the steps' rows stay, without sequences.
+        The last steps stay whole until they have `keep_groups` groups. `frontier` is the ledger at `step`. The pages
+        are used again; the rows of the steps stay, without sequences.
         """
         with self._transaction():
             if step <= self.base().step:
@@ -439,19 +425,12 @@ class Journal:
             self._set("base", CheckpointMark(step, last.version, frontier))
         kept, covered = 0, [*self._steps("steps", 0, step)]
         while covered and kept < keep_groups:
-            newest = covered.pop()
-            spare = min(keep_groups - kept, len(newest.tickets))
-            kept += spare
-            if dropped := newest.tickets[: len(newest.tickets) - spare]:
-                with self._transaction():
-                    self._write_step("steps", self._with_min_version(newest))
-                    self._delete(dropped)
+            kept += len(covered.pop().tickets)
         while covered:  # from the oldest on; if this is interrupted, the next compaction continues
             part = covered[: max(1, DROPPED_AT_ONCE // max(1, len(covered[0].tickets)))]
             del covered[: len(part)]
             with self._transaction():
                 self._move_to_history(part)
-                self._delete(ticket for one in part for ticket in one.tickets)
 
     def rewind(self, *, after: int) -> None:
         """Forget the recorded steps after `after`. Their groups that still exist are stored again."""
@@ -500,13 +479,10 @@ class Journal:
     def last_step(self) -> int:
         """The last committed step, or the checkpoint's if none was committed since."""
         base = self.base().step
-        query = "SELECT step, crc, body FROM steps WHERE step > ? ORDER BY step DESC"
         with self._errors():
-            for row in self._db.execute(query, (base,)):
-                body = self._unseal(*row, kind=_StepBody)
-                if body is not None and body.version is not None:
-                    return int(row[0])
-        return base
+            rows = self._db.execute("SELECT step, crc, body FROM steps WHERE step > ? ORDER BY step DESC", (base,))
+            bodies = ((row[0], self._unseal(*row, kind=_StepBody)) for row in rows)
+            return next((step for step, body in bodies if body and body.version is not None), base)
 
     def stored(self) -> Iterator[Stored]:
         """Groups that belong to no step, by sequence."""
@@ -526,6 +502,12 @@ class Journal:
                 return None
             found.append(group)
         return found if known else None
+
+    def min_versions(self, step: Step) -> list[int] | None:
+        """The version of each group of `step`, in its order. None if one is missing."""
+        query = "SELECT min_version FROM groups WHERE sequence = ?"
+        rows = [self._row(query, ticket.sequence) for ticket in step.tickets]
+        return None if None in rows else [version for (version,) in rows]
 
     def group(self, ordinal: int) -> Stored | None:
         """The latest group of a prompt, if its data still exists."""
@@ -565,19 +547,14 @@ class Journal:
         self._db.execute(f"INSERT OR REPLACE INTO {table} VALUES (?, ?, ?)", (step.step, *body))
 
     def _move_to_history(self, steps: Sequence[Step]) -> None:
-        """Move steps in order, so that pages are filled."""
+        """Move steps in order, so that pages are filled, and delete their groups."""
         for step in steps:
-            self._write_step("history", self._with_min_version(step))
+            if step.min_version is None:  # for the audit
+                oldest = min(self.min_versions(step) or [], default=None)
+                step = msgspec.structs.replace(step, min_version=oldest)
+            self._write_step("history", step)
             self._db.execute("DELETE FROM steps WHERE step = ?", (step.step,))
-
-    def _with_min_version(self, step: Step) -> Step:
-        """Add the version of the oldest group for the audit, because the group is about to be deleted."""
-        if step.min_version is not None:
-            return step
-        query = "SELECT min_version FROM groups WHERE sequence = ?"
-        rows = [self._row(query, ticket.sequence) for ticket in step.tickets]
-        oldest = None if None in rows else min((version for (version,) in rows), default=None)
-        return msgspec.structs.replace(step, min_version=oldest)
+            self._delete(step.tickets)
 
     def _delete(self, tickets: Iterable[Ticket]) -> None:
         self._db.executemany("DELETE FROM groups WHERE sequence = ?", ((one.sequence,) for one in tickets))
@@ -757,10 +734,6 @@ class JournalWriter:
         self._add(_Job(future, work=work, makes_room=makes_room))
         return await future
 
-    async def flush(self) -> None:
-        """Return when all earlier writes are durable."""
-        await self.write()
-
     async def close(self) -> None:
         """Write the buffer if that is possible now, and close the journal. Futures of unwritten events raise."""
         self._thread.close()
@@ -791,13 +764,9 @@ class JournalWriter:
             else:
                 self._journal.append([event for job in jobs for event in job.events])
         except Exception as problem:  # noqa: BLE001  whoever waits must receive it, whatever it is
+            if work is None:
+                return self._fail_write(problem)
             error = problem
-        if work is None and error is not None:
-            if is_temporary(error):
-                return self._pause(error)
-            log.error("The journal cannot be written any more: %s", error)
-            self._fail(error)
-            return 0.0
         if work is None and self.paused:
             self.paused = ""
             log.warning("%s can be written again", self._journal.path)
@@ -809,9 +778,14 @@ class JournalWriter:
         _resolve(jobs, result, error)
         return 0.0
 
-    def _pause(self, error: Exception) -> float:
+    def _fail_write(self, error: Exception) -> float:
+        """Keep the events if the error is temporary. Returns the pause before the next attempt."""
+        if not is_temporary(error):
+            log.error("The journal cannot be written any more: %s", error)
+            self._fail(error)
+            return 0.0
         if not self.paused:
-            log.error("%s; nothing is lost, and the run goes on when there is room", error)
+            log.error("%s; nothing is lost, and the run continues when there is room", error)
         self.paused = str(error)
         if self._thread.closing:
             self._fail(JournalClosed(f"closed before it could be written: {error}"))
@@ -832,11 +806,9 @@ def _choose_batch(jobs: Iterable[_Job]) -> list[_Job]:
     size = 0
     for job in jobs:
         size += sum(len(event.data) for event in job.events if isinstance(event, Stored))
-        if chosen and (job.work is not None or size > TRANSACTION_BYTES):
+        if chosen and (job.work is not None or chosen[0].work is not None or size > TRANSACTION_BYTES):
             break
         chosen.append(job)
-        if job.work is not None:
-            break
     return chosen
 
 

@@ -21,10 +21,10 @@ import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from freewheel.data.group import EncodedGroup, EncodedGroups, Ticket
 from freewheel.queue.client import Admission, Taken
@@ -33,20 +33,22 @@ from freewheel.queue.journal import (
     Committed,
     Event,
     Failed,
-    GivenBack,
+    Journal,
+    JournalClosed,
+    JournalDamaged,
     JournalWriter,
     Reserved,
-    Step,
     Stored,
     Took,
-    VersionCompleted,
+    is_temporary,
 )
 from freewheel.queue.ledger import Failure, Frontier, Kind, Ledger, infra_failure
-from freewheel.queue.restore import RecordedSteps, Restored
+from freewheel.queue.restore import Restored, frontier_at
 from freewheel.queue.staleness import Bounds, PolicyState, StalenessPolicy
 from freewheel.utils.waiting import Signal
 
 log = logging.getLogger("freewheel.queue")
+T = TypeVar("T")
 
 RETRY_DELAY_S, LONGEST_RETRY_DELAY_S = 1.0, 30.0
 """Delay before a prompt is attempted again after an engine or a reward service failed. It doubles with each attempt, so
@@ -60,6 +62,17 @@ SEQUENCES_RESERVED = 1024
 most this many numbers."""
 
 Written = asyncio.Future[None]
+
+
+@dataclass
+class _OpenStep:
+    """A step that is taken and not committed."""
+
+    sequences: list[int]
+    missing: int = 0
+    """Groups that became stale and have to be replaced."""
+    written: Written | None = None
+    """The write of its current state; None: it is on disk."""
 
 
 class MessageQueue:
@@ -77,7 +90,6 @@ class MessageQueue:
         restored: Restored | None = None,
         keep_groups: int = 0,
         retry_delay_s: float = RETRY_DELAY_S,
-        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """`journal` None: in memory, starting from `frontier`, `version` and `step`. `restored` takes precedence over
         these. `keep_groups`: trained groups that the journal keeps for later inspection."""
@@ -94,12 +106,10 @@ class MessageQueue:
         self.total_consumed = self.ledger.trained
         self.dropped: Counter[str] = Counter()
         self.memory_bytes = sum(len(group.data) for group in start.stored.values())
-        self._wall_clock = wall_clock
         self._retry_delay_s = retry_delay_s
         self._keep_groups = keep_groups
         self._journal = journal
-        self._reserved = start.policy.next_sequence
-        self._is_reserving = False
+        self._reserved = self._reserving = start.policy.next_sequence  # sequences below are reserved, or soon will be
         self._changed = Signal()
         self._requests: list[TicketRequest] = []
         # By sequence, until the group is trained or dropped:
@@ -108,11 +118,18 @@ class MessageQueue:
         self._owners = {sequence: replica for sequence, (_, replica) in start.in_flight.items()}  # until it is put
         self._putting: dict[int, Written] = {}  # put, and not durable yet
         self._stored = dict(start.stored)
-        self._steps = OpenSteps(self.policy, self._write, self._tickets, committed=start.step, taken=start.taken)
-        self._recorded = RecordedSteps(
-            journal, base=start.base, versions=start.versions, last_commit_s=start.last_commit_s
-        )
+        self._steps = {
+            number: _OpenStep([ticket.sequence for ticket in step.tickets], step.missing)
+            for number, step in start.taken.items()
+        }
+        self._committing: dict[int, Written] = {}  # steps whose commit is being written: they do not change any more
         self._completing: Written | None = None
+        # Committed steps, which a trainer that resumes from an earlier checkpoint trains again:
+        self._base = start.base  # they start after this one
+        self._versions = dict(start.versions)  # step → the version after it
+        self._last_commit_s = start.last_commit_s
+        self._calls: dict[tuple[str, int], asyncio.Task[Any]] = {}  # of `_once`
+        self._compaction_failed = False
         self._fenced: set[str] = set()
         self._delayed: dict[int, asyncio.TimerHandle] = {}  # ordinal → its next attempt
         self._closed = False
@@ -183,16 +200,13 @@ class MessageQueue:
         """
         if self._journal is None:
             return sys.maxsize
-        next_sequence = self.policy.next_sequence
-        if self._reserved - next_sequence < SEQUENCES_RESERVED // 2 and not self._is_reserving:
-            self._is_reserving = True
-            below = max(self._reserved, next_sequence) + SEQUENCES_RESERVED
-            self._write(Reserved(below), on_durable=partial(self._finish_reserve, below))
-        return max(0, self._reserved - next_sequence)
+        if self._reserving - self.policy.next_sequence < SEQUENCES_RESERVED // 2:
+            self._reserving += SEQUENCES_RESERVED
+            self._write(Reserved(self._reserving), on_durable=partial(self._finish_reserve, self._reserving))
+        return self._reserved - self.policy.next_sequence
 
     def _finish_reserve(self, below: int) -> None:
         self._reserved = below
-        self._is_reserving = False
         self._wake()
 
     def _update_exhausted(self) -> None:
@@ -216,7 +230,7 @@ class MessageQueue:
             elif self._owners.pop(ticket.sequence, None) is None:
                 self.dropped["late"] += 1
             else:
-                fresh.append(Stored(ticket, min_version, data, self._wall_clock()))
+                fresh.append(Stored(ticket, min_version, data, time.time()))
         if fresh:
             for group in fresh:
                 self._stored[group.ticket.sequence] = group
@@ -246,7 +260,7 @@ class MessageQueue:
         if ticket.sequence not in self._owners:
             return
         self._release(ticket.sequence, failure.reason)
-        self._write(Failed(ticket, failure.kind, failure.reason, failure.detail, self._wall_clock()))
+        self._write(Failed(ticket, failure.kind, failure.reason, failure.detail, time.time()))
         if self._retry_delay_s and failure.kind is Kind.INFRA and failure.reason != "lost":
             delay_s = min(self._retry_delay_s * 2**ticket.attempt, LONGEST_RETRY_DELAY_S)
             loop = asyncio.get_running_loop()
@@ -295,7 +309,7 @@ class MessageQueue:
         """A trainer starts that has trained `step` steps. Groups that another trainer took and did not commit are ready
         again."""
         assert step <= self.step, f"a trainer begins after step {step}, and only {self.step} are committed"
-        for taken in self._steps.list_taken():
+        for taken in sorted(self._steps):
             await self.give_back(taken)
 
     async def take(self, step: int, *, wait_s: float) -> Taken:
@@ -310,84 +324,152 @@ class MessageQueue:
             return step <= self.step or self._fill(step) or self.finished
 
         while True:
-            committing = self._steps.committing.get(step)
+            committing = self._committing.get(step)
             if not await wait_durable([committing], left()) or not await self._changed.until(is_ready, left()):
                 break
             if step <= self.step:
-                recorded = await self._recorded.read_groups(step, wait_s=left())
+                recorded = await self._read("groups", step, _read_groups, left())
                 if recorded is None:
                     break
                 return self._batch(recorded)
             if not self._fill(step):
                 return Taken("finished", recorded_until=self.step)
-            written = self._steps.last_write(step)
+            written = self._steps[step].written
             if not await wait_durable([written], left()):
                 break
-            if self._steps.is_whole(step) and self._steps.last_write(step) is written:  # unchanged in the meantime
-                return self._batch([self._stored[one] for one in self._steps.sequences(step)])
+            if self._is_whole(step) and self._steps[step].written is written:  # unchanged in the meantime
+                return self._batch([self._stored[one] for one in self._steps[step].sequences])
         return Taken("starved", waiting_for=self.describe_wait(), recorded_until=self.step)
 
     def _batch(self, stored: list[Stored]) -> Taken:
         groups = EncodedGroups(EncodedGroup(group.ticket, group.min_version, group.data) for group in stored)
         return Taken("batch", groups, recorded_until=self.step)
 
+    def _fill(self, step: int) -> bool:
+        """Select the groups that `step` lacks if that is possible. Returns whether the step is whole.
+
+        Steps are filled in order, each only when all earlier ones are whole: a later step must not get older groups.
+        """
+        self._update_exhausted()
+        one = self._steps.get(step)
+        if one is None:
+            if step == self.step + 1 or self._is_whole(step - 1):
+                chosen = self.policy.select(self.policy.bounds.groups_per_step)
+                if chosen:
+                    self._steps[step] = _OpenStep(chosen)
+                    self._write_step(step)
+        elif one.missing:
+            found = self.policy.select(one.missing, starting=False)
+            missing = 0 if self.policy.dry else one.missing - len(found)
+            one.sequences += found
+            if missing != one.missing:
+                one.missing = missing
+                self._write_step(step)
+        if one is not None and not one.sequences and not one.missing:
+            del self._steps[step]  # all were stale, and their prompts were abandoned since
+        return self._is_whole(step)
+
+    def _is_whole(self, step: int) -> bool:
+        return step in self._steps and not self._steps[step].missing
+
+    def _write_step(self, step: int, events: Iterable[Event] = ()) -> None:
+        """`events` tell the journal what became of groups that the step had."""
+        one = self._steps[step]
+        took = Took(step, tuple(self._tickets[sequence] for sequence in one.sequences), one.missing)
+        one.written = self._write(*events, took)
+
     async def replace_stale(self, step: int, sequences: Collection[int], *, wait_s: float) -> Taken:
         """Return groups of `step` that became too old to the stream, and take as many others."""
-        if step > self.step and step not in self._steps.committing:
-            stale = set(sequences).intersection(self._steps.sequences(step))  # in a repeated call they are gone
-            tickets = [self._tickets[one] for one in stale]
-            self._steps.drop(step, stale, [self._retry(ticket, "stale") for ticket in tickets])
+        one = self._steps.get(step)
+        if one is not None and step not in self._committing:
+            stale = [sequence for sequence in one.sequences if sequence in sequences]  # none in a repeated call
+            if stale:
+                one.sequences = [sequence for sequence in one.sequences if sequence not in sequences]
+                one.missing += len(stale)
+                self._write_step(step, [self._retry(self._tickets[sequence], "stale") for sequence in stale])
             self._wake()
         return await self.take(step, wait_s=wait_s)
-
-    def _fill(self, step: int) -> bool:
-        self._update_exhausted()
-        return self._steps.fill(step)
 
     async def commit(self, step: int, *, wait_s: float) -> int | None:
         """`step` was trained: its prompts have ended. Returns the weight version after it, None if the journal does not
         have the commit yet."""
-        if step > self.step and step not in self._steps.committing:
+        if step > self.step and step not in self._committing:
             assert step == self.step + 1, f"step {step} comes too early: {self.step} are committed"
-            assert self._steps.is_whole(step), f"step {step} lacks groups that are being replaced, or was not taken"
-            event = Committed(step, self.policy.version_after_step, self._wall_clock())
+            assert self._is_whole(step), f"step {step} lacks groups that are being replaced, or was not taken"
+            event = Committed(step, self.policy.version_after_step, time.time())
             written = self._write(event, on_durable=partial(self._finish_commit, event))
             if written is not None:
-                self._steps.committing[step] = written
-        if not await wait_durable([self._steps.committing.get(step)], wait_s):
+                self._committing[step] = written
+        if not await wait_durable([self._committing.get(step)], wait_s):
             return None
-        assert step in self._recorded.versions, f"step {step} is older than every checkpoint that is kept"
-        return self._recorded.versions[step]
+        assert step in self._versions, f"step {step} is older than every checkpoint that is kept"
+        return self._versions[step]
 
     def _finish_commit(self, event: Committed) -> None:
-        sequences = self._steps.pop(event.step)
+        self._committing.pop(event.step, None)
+        sequences = self._steps.pop(event.step).sequences
         self.ledger.train(self._tickets[sequence].ordinal for sequence in sequences)
         self.policy.commit(sequences)
         for sequence in sequences:
             self._forget(sequence)
         self.step = event.step
-        self._recorded.versions[event.step] = event.version
-        self._recorded.last_commit_s = event.wall_s
+        self._versions[event.step] = event.version
+        self._last_commit_s = event.wall_s
         self.total_consumed += len(sequences)
         self._wake()
 
     async def give_back(self, step: int) -> None:
         """The trainer that took `step` will not train on it: its groups are ready again."""
-        self._steps.give_back(step)
-        self._wake()
+        if step in self._steps and step not in self._committing:
+            self.policy.untake(self._steps.pop(step).sequences)
+            self._write(Took(step, ()))
+            self._wake()
 
     async def read_frontier(self, step: int, *, wait_s: float) -> Frontier | None:
         """Return the prompts that had ended when `step` was committed; None if the journal has not answered yet."""
         assert step <= self.step, f"step {step} is not committed"
         if self._journal is None and step == self.step:
             return self.ledger.frontier()
-        return await self._recorded.read_frontier(step, wait_s=wait_s)
+        return await self._read("frontier", step, frontier_at, wait_s)
 
     async def confirm_checkpoint(self, step: int, *, wait_s: float = COMPACTION_WAIT_S) -> None:
         """No resume will go back before `step`. The journal drops groups that were trained up to it, now or after a
         later checkpoint."""
         assert step <= self.step, f"step {step} is not committed"
-        await self._recorded.compact(step, keep_groups=self._keep_groups, wait_s=wait_s)
+        if self._journal is not None and step > self._base:
+            await self._once("compaction", step, partial(self._compact, self._journal, step), wait_s)
+
+    async def _compact(self, journal: JournalWriter, step: int) -> None:
+        try:  # ahead of writes that wait for room, because it can free the room
+            await journal.read(partial(_compact_until, step=step, keep_groups=self._keep_groups), makes_room=True)
+        except Exception as error:
+            if not is_temporary(error) and not isinstance(error, JournalClosed):
+                raise
+            if not self._compaction_failed:
+                log.warning("Journal compaction after step %d failed; retrying at the next checkpoint: %s", step, error)
+            self._compaction_failed = True
+            return
+        self._compaction_failed = False
+        self._base = max(self._base, step)
+        self._versions = {one: version for one, version in self._versions.items() if one >= self._base}
+
+    async def _read(self, name: str, step: int, work: Callable[..., T], wait_s: float) -> T | None:
+        """Return what `work` reads about a committed step, after all earlier writes. None: not within `wait_s`."""
+        assert self._journal is not None, f"step {step} was committed, and there is no journal"
+        return await self._once(name, step, partial(self._journal.read, partial(work, step=step)), wait_s)
+
+    async def _once(self, name: str, step: int, call: Callable[[], Coroutine[Any, Any, T]], wait_s: float) -> T | None:
+        """Return the result of a call, or None after `wait_s`. It then continues, and a repeated call waits for it."""
+        task = self._calls.get((name, step))
+        if task is None:
+            self._calls = {key: one for key, one in self._calls.items() if not one.done()}  # nobody came back for those
+            task = self._calls[name, step] = asyncio.ensure_future(call())
+        await asyncio.wait([task], timeout=wait_s)
+        if not task.done():
+            return None
+        self._calls.pop((name, step), None)
+        result: T = task.result()
+        return result
 
     # -- versions and the end -----------------------------------------------------------------------------------------
 
@@ -400,15 +482,15 @@ class MessageQueue:
         """The run ends between two versions: the steps since the last version become one. Returns it, None if that is
         not durable yet."""
         if self.policy.version_is_partial and self._completing is None:
-            event = VersionCompleted(self.step, self.policy.version + 1)
+            event = Committed(self.step, self.policy.version + 1, self._last_commit_s)
             self._completing = self._write(event, on_durable=partial(self._finish_version, event))
         if not await wait_durable([self._completing], wait_s):
             return None
         return self.policy.version
 
-    def _finish_version(self, event: VersionCompleted) -> None:
+    def _finish_version(self, event: Committed) -> None:
         self._completing = None
-        self._recorded.versions[event.step] = self.policy.complete_version()
+        self._versions[event.step] = self.policy.complete_version()
 
     async def wait_settled(self, *, wait_s: float) -> bool:
         """Wait until nothing is in progress and nothing more is admitted under the weights that engines hold."""
@@ -425,7 +507,9 @@ class MessageQueue:
         for timer in self._delayed.values():
             timer.cancel()
         self._delayed.clear()
-        self._recorded.close()
+        for task in self._calls.values():
+            task.cancel()
+        self._calls.clear()
         self._changed.notify()
 
     @property
@@ -467,8 +551,8 @@ class MessageQueue:
             "abandoned": dict(self.ledger.abandoned),
             "waiting_for": self.describe_wait(),
             "paused": self._paused,
-            "recorded_steps": self.step - self._recorded.base if self._journal else 0,
-            "last_commit_s": self._recorded.last_commit_s,
+            "recorded_steps": self.step - self._base if self._journal else 0,
+            "last_commit_s": self._last_commit_s,
         }
 
     def _write(self, *events: Event, on_durable: Callable[[], None] | None = None) -> Written | None:
@@ -480,14 +564,14 @@ class MessageQueue:
         return None
 
     def _write_abandoned(self, ticket: Ticket, reason: str) -> None:
-        self._write(Abandoned(ticket.ordinal, ticket.attempt, reason, self._wall_clock()))
+        self._write(Abandoned(ticket.ordinal, ticket.attempt, reason, time.time()))
 
     def _retry(self, ticket: Ticket, reason: str) -> Event:
         """Issue the prompt again at no cost: the attempt was stale or lost, which is not the prompt's fault. Returns
         the event for the journal."""
         self._release(ticket.sequence, reason)
         self.ledger.retry(ticket.ordinal, reason)
-        return Failed(ticket, None, reason, "", self._wall_clock())
+        return Failed(ticket, None, reason, "", time.time())
 
     def _release(self, sequence: int, reason: str) -> None:
         """Free the slot of a group that will not be trained."""
@@ -528,111 +612,22 @@ def pick_least_loaded(requests: list[TicketRequest]) -> TicketRequest | None:
     return min((one for one in requests if len(one.tickets) < one.want), key=lambda one: one.pressure, default=None)
 
 
-# -- steps that are not committed yet ---------------------------------------------------------------------------------
+# -- the journal ------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _OpenStep:
-    sequences: list[int] = field(default_factory=list)
-    missing: int = 0
-    """Groups that became stale and have to be replaced."""
-    written: Written | None = None
-    """The write of its current state; None: it is on disk."""
+def _read_groups(journal: Journal, *, step: int) -> list[Stored]:
+    found = journal.groups(step)
+    if found is None:
+        raise JournalDamaged(
+            f"groups of step {step}, which was trained, are gone from the journal: end the run and resume it "
+            "(resume=RUN), which continues without them"
+        )
+    return found
 
 
-class OpenSteps:
-    """The groups of each step, from their selection until the step is committed.
-
-        fill ─▶ select ─▶ journal ─▶ given to the trainer ─▶ committing ─▶ pop
-                   ▲         └─ drop (stale): groups are missing ─┐
-                   └──────────────────────────────────────────────┘        give_back ─▶ ready again
-
-    A step that is taken again has the same groups, and a step that the trainer has is on disk. Steps are filled in
-    order, each only when all earlier ones are whole: a later step must not get the older groups.
-    """
-
-    def __init__(
-        self,
-        policy: StalenessPolicy,
-        write: Callable[..., Written | None],
-        tickets: Mapping[int, Ticket],
-        *,
-        committed: int,
-        taken: Mapping[int, Step],
-    ) -> None:
-        """`tickets`: by sequence, shared with the queue. `taken`: steps that were taken when the queue died."""
-        self.committed = committed
-        """The last committed step."""
-        self.committing: dict[int, Written] = {}
-        """Steps whose commit is being written. They do not change any more."""
-        self._policy = policy
-        self._write_events = write
-        self._tickets = tickets
-        self._open = {
-            number: _OpenStep([ticket.sequence for ticket in step.tickets], step.missing)
-            for number, step in taken.items()
-        }
-
-    def fill(self, step: int) -> bool:
-        """Select the groups that `step` lacks if that is possible. Returns whether the step is whole."""
-        one = self._open.get(step)
-        if one is None:
-            before = self._open.get(step - 1)
-            if step != self.committed + 1 and (before is None or before.missing):
-                return False
-            chosen = self._policy.select(self._policy.bounds.groups_per_step)
-            if chosen:
-                self._open[step] = _OpenStep(chosen)
-                self._write_step(step)
-            return bool(chosen)
-        if one.missing:
-            found = self._policy.select(one.missing, starting=False)
-            missing = 0 if self._policy.dry else one.missing - len(found)
-            one.sequences += found
-            if found or missing != one.missing:
-                one.missing = missing
-                self._write_step(step)
-        if not one.sequences and not one.missing:  # all were stale, and their prompts were abandoned since
-            self.give_back(step)
-        return self.is_whole(step)
-
-    def drop(self, step: int, sequences: Collection[int], events: Iterable[Event]) -> None:
-        """Drop stale groups of `step`; others will replace them. `events` tell the journal what became of them."""
-        if sequences:
-            one = self._open[step]
-            one.sequences = [sequence for sequence in one.sequences if sequence not in sequences]
-            one.missing += len(sequences)
-            self._write_step(step, events)
-
-    def _write_step(self, step: int, events: Iterable[Event] = ()) -> None:
-        one = self._open[step]
-        took = Took(step, tuple(self._tickets[sequence] for sequence in one.sequences), one.missing)
-        one.written = self._write_events(*events, took)
-
-    def is_whole(self, step: int) -> bool:
-        return step in self._open and not self._open[step].missing
-
-    def sequences(self, step: int) -> list[int]:
-        return self._open[step].sequences if step in self._open else []
-
-    def last_write(self, step: int) -> Written | None:
-        return self._open[step].written
-
-    def list_taken(self) -> list[int]:
-        """Return the taken steps whose commit has not started."""
-        return sorted(set(self._open).difference(self.committing))
-
-    def give_back(self, step: int) -> None:
-        one = None if step in self.committing else self._open.pop(step, None)
-        if one is not None:
-            self._policy.untake(one.sequences)
-            self._write_events(GivenBack(step))
-
-    def pop(self, step: int) -> list[int]:
-        """`step` is committed: return the sequences of its groups and forget it."""
-        self.committing.pop(step, None)
-        self.committed = step
-        return self._open.pop(step).sequences
+def _compact_until(journal: Journal, *, step: int, keep_groups: int) -> None:
+    if step > journal.base().step:
+        journal.compact(step=step, frontier=frontier_at(journal, step=step), keep_groups=keep_groups)
 
 
 async def wait_durable(writes: Iterable[Written | None], wait_s: float) -> bool:

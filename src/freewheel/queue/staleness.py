@@ -119,7 +119,8 @@ class StalenessPolicy:
         self.exhausted = False
         """No prompt is left to be admitted. A prompt that is issued again resets this."""
         self._steps_in_version = start.steps_in_version
-        self._next_sequence = start.next_sequence
+        self.next_sequence = start.next_sequence
+        """The sequence that `admit` would return."""
         self._untaken = dict(sorted(start.untaken.items()))  # sequence → ready, in the order of admission
         self._ready = {sequence for sequence, ready in self._untaken.items() if ready}
         self._taken = set(start.taken)
@@ -158,16 +159,11 @@ class StalenessPolicy:
         partial = self._held.get(self.version + 1, 0)
         return max(0, partial - (self.bounds.groups_per_version - self.bounds.groups_per_step))
 
-    @property
-    def next_sequence(self) -> int:
-        """The sequence that `admit` would return."""
-        return self._next_sequence
-
     def admit(self) -> int:
         """Return a new sequence number, which holds a slot from now on."""
         assert self.room > 0, "admit without room"
-        sequence = self._next_sequence
-        self._next_sequence += 1
+        sequence = self.next_sequence
+        self.next_sequence += 1
         self._untaken[sequence] = False
         return sequence
 
@@ -247,9 +243,6 @@ class StalenessPolicy:
         self._untaken = dict(sorted(self._untaken.items()))
 
     # -- versions -----------------------------------------------------------------------------------------------------
-
-    def lag(self, min_version: int) -> int:
-        return self.version - min_version
 
     @property
     def version_after_step(self) -> int:

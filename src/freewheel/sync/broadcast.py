@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import msgspec
 
 from freewheel.sync.device import DevicePacker, DeviceWeights
-from freewheel.sync.weights import BUCKET_BYTES, Entry, Packer, Weights, WeightsGone, bucket_sizes, by_bucket, pack
+from freewheel.sync.weights import BUCKET_BYTES, AnyWeights, Entry, Packer, WeightsGone, bucket_sizes, by_bucket, pack
 
 if TYPE_CHECKING:
     import torch
@@ -170,28 +170,23 @@ class TorchGroup:
 
         within = timedelta(seconds=timeout_s)
         self.device = torch.device("cpu" if kind == "gloo" else f"cuda:{torch.cuda.current_device()}")
+        self._group: Any
         try:
             opened = None if listening is None else listening.detach()
-            store = TCPStore(address, port, size, rank == SENDER, within, master_listen_fd=opened)
-            made: Any
+            self._store = TCPStore(address, port, size, rank == SENDER, within, master_listen_fd=opened)
             if kind == "gloo":
-                made = dist.ProcessGroupGloo(store, rank, size, within)
+                self._group = dist.ProcessGroupGloo(self._store, rank, size, within)
             else:
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = within
                 with _waits_with_a_limit():
-                    made = dist.ProcessGroupNCCL(store, rank, size, options)
+                    self._group = dist.ProcessGroupNCCL(self._store, rank, size, options)
         except RuntimeError as error:
             raise GroupBroken(f"no group of {size} at {address}:{port} within {timeout_s:g} s: {error}") from error
-        self._store, self._group = store, made
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Send the sender's content to all. Returns when it has arrived."""
-        import torch.distributed as dist
-
-        options = dist.BroadcastOptions()
-        options.rootRank = SENDER
-        self._wait(self._group.broadcast, tensor, options)
+        self._wait(self._group.broadcast, tensor, SENDER)
 
     def agreed(self, yes: bool) -> bool:
         """Return whether every member said yes."""
@@ -199,16 +194,14 @@ class TorchGroup:
         import torch.distributed as dist
 
         said = torch.tensor([int(yes)], dtype=torch.int32, device=self.device)
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
-        self._wait(self._group.allreduce, said, options)
+        self._wait(self._group.allreduce, said, dist.ReduceOp.MIN)
         return bool(said.item())
 
-    def _wait(self, collective: Any, tensor: torch.Tensor, options: Any) -> None:
+    def _wait(self, collective: Any, tensor: torch.Tensor, argument: Any) -> None:
         import torch
 
         try:
-            collective([tensor], options).wait()
+            collective(tensor, argument).wait()
             if tensor.is_cuda:  # NCCL's wait only orders the stream after it
                 torch.cuda.current_stream(tensor.device).synchronize()
         except RuntimeError as error:
@@ -232,7 +225,7 @@ class Address:
     token: str
 
 
-class SentWeights:
+class SentWeights(AnyWeights):
     """Weights of another process, sent on request. `DeviceWeights` are pickled as this."""
 
     def __init__(self, entries: dict[str, Entry], checksum: int, key: int, server: Address) -> None:
@@ -240,16 +233,6 @@ class SentWeights:
         self.checksum = checksum
         self._key = key
         self._server = server
-
-    @property
-    def n_bytes(self) -> int:
-        return sum(entry.n_bytes for entry in self.entries.values())
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        raise NotImplementedError("weights that are broadcast go to an engine's workers: use another transport")
-
-    def on_host(self) -> Weights:
-        raise NotImplementedError("weights that are broadcast go to an engine's workers: use another transport")
 
     @contextlib.contextmanager
     def sending(self, receiver: str, workers: int) -> Iterator[dict[str, Any]]:
@@ -269,24 +252,17 @@ class SentWeights:
                 _write_line(connection, request)
                 meeting = _read_answer(connection)
                 _OUT_OF_STEP.set()  # until it has succeeded
-                with _unless_gone(connection):
+                try:
                     yield meeting
+                except Exception:  # not the engine's failure if the sender died: then the connection ends
+                    connection.settimeout(LAST_WORD_S)
+                    with contextlib.suppress(TimeoutError, RuntimeError):  # it lives and reports by itself
+                        _read_answer(connection)
+                    raise
                 _read_answer(connection)
                 _OUT_OF_STEP.clear()
         except OSError as error:
             raise WeightsGone(f"the trainer does not answer any more: {error}") from error
-
-
-@contextlib.contextmanager
-def _unless_gone(connection: socket.socket) -> Iterator[None]:
-    """Turn a group failure into `WeightsGone` if the sender died: then it is not the engine's failure."""
-    try:
-        yield
-    except Exception:
-        connection.settimeout(LAST_WORD_S)
-        with contextlib.suppress(TimeoutError, RuntimeError):  # it lives and reports by itself
-            _read_answer(connection)
-        raise
 
 
 def _write_line(connection: socket.socket, values: Mapping[str, Any]) -> None:
@@ -303,7 +279,7 @@ def _read_line(connection: socket.socket) -> Any:
 def _read_answer(connection: socket.socket) -> dict[str, Any]:
     answer: dict[str, Any] = _read_line(connection)
     if answer.get("gone"):
-        raise WeightsGone(str(answer["error"]))
+        raise WeightsGone(answer["gone"])
     if answer.get("error"):
         raise RuntimeError(f"the trainer could not send: {answer['error']}")
     return answer
@@ -350,7 +326,7 @@ class WeightServer:
                     return
                 weights = self._offered.get(request["key"])
                 if weights is None:
-                    _write_line(connection, {"gone": True, "error": "these weights are not held any more"})
+                    _write_line(connection, {"gone": "these weights are not held any more"})
                     return
                 receiver = request["receiver"]
                 with self._locks.setdefault(receiver, threading.Lock()):
@@ -362,16 +338,16 @@ class WeightServer:
                 log.warning("Parameter sync: a request for weights failed: %s", error)
 
     def _send(self, connection: socket.socket, request: Mapping[str, Any], weights: DeviceWeights) -> None:
-        buffers = weights.buffers()
+        assert weights.buffers is not None, "these weights are another process's"
+        failure = None
         try:
-            with _on(buffers[0]):
-                group = self._group(connection, request, "nccl" if buffers[0].is_cuda else "gloo")
-                send(group, request["key"], weights.checksum, weights.entries, buffers)
+            with _on(weights.buffers[0]):
+                group = self._group(connection, request, "nccl" if weights.buffers[0].is_cuda else "gloo")
+                send(group, request["key"], weights.checksum, weights.entries, weights.buffers)
         except Exception as error:  # noqa: BLE001  # the engine receives it; whatever it is, this group is out of step
             self._leave(request["receiver"])
-            _write_line(connection, {"error": f"{type(error).__name__}: {error}"})
-            return
-        _write_line(connection, {"error": None})
+            failure = f"{type(error).__name__}: {error}"
+        _write_line(connection, {"error": failure})
 
     def _group(self, connection: socket.socket, request: Mapping[str, Any], kind: Kind) -> TorchGroup:
         """Return the group of an engine. If there is none yet, tell the engine where to meet (`port`)."""

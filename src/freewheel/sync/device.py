@@ -26,7 +26,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from freewheel.sync.weights import Entry, Weights, WeightsGone, bucket_sizes, in_buckets, pack, sum_of_buckets, views
+from freewheel.sync.weights import (
+    AnyWeights,
+    Entry,
+    Weights,
+    WeightsGone,
+    bucket_sizes,
+    in_buckets,
+    pack,
+    sum_of_buckets,
+    views,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -77,34 +87,23 @@ def _started(pid: int) -> str:
         return ""
 
 
-class DeviceWeights:
+@dataclass(eq=False)
+class DeviceWeights(AnyWeights):
     """All parameters of one version on a GPU, in the process that made them or one that received them."""
 
-    def __init__(
-        self, entries: dict[str, Entry], checksum: int, *, owner: Owner, handles: Callable[[], list[Handle]]
-    ) -> None:
-        self.entries = entries
-        self.checksum = checksum
-        self.owner = owner
-        self._handles = handles
-        self.travels_as: Callable[[DeviceWeights], Any] | None = None
-        """What is pickled instead, if it is something else."""
-        self._buffers: Sequence[torch.Tensor] | None = None
-        """In the owner's process."""
-
-    @property
-    def n_bytes(self) -> int:
-        return sum(entry.n_bytes for entry in self.entries.values())
+    entries: dict[str, Entry]
+    checksum: int
+    owner: Owner
+    make_handles: Callable[[], list[Handle]]
+    buffers: Sequence[torch.Tensor] | None = None
+    """One per bucket, in the owner's process."""
+    travels_as: Callable[[DeviceWeights], Any] | None = None
+    """Returns what is pickled instead of these weights."""
 
     @property
     def handles(self) -> list[Handle]:
         """One per bucket."""
-        return self._handles()
-
-    def buffers(self) -> Sequence[torch.Tensor]:
-        """One per bucket, in the owner's process."""
-        assert self._buffers is not None, "these weights are another process's"
-        return self._buffers
+        return self.make_handles()
 
     def __reduce__(self) -> Any:
         if self.travels_as is not None:
@@ -113,8 +112,8 @@ class DeviceWeights:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return views of the buffers, valid while these weights are held. Raises `WeightsGone`."""
-        if self._buffers is not None:
-            return views(self.entries, self._buffers)
+        if self.buffers is not None:
+            return views(self.entries, self.buffers)
         with self.owner.watched():
             return views(self.entries, [MAPPINGS.open(handle, self.owner) for handle in self.handles])
 
@@ -131,7 +130,7 @@ class DeviceWeights:
 
 
 def _arrived(entries: dict[str, Entry], checksum: int, owner: Owner, handles: list[Handle]) -> DeviceWeights:
-    return DeviceWeights(entries, checksum, owner=owner, handles=lambda: handles)
+    return DeviceWeights(entries, checksum, owner, lambda: handles)
 
 
 def _itself(arrived: Any) -> Any:
@@ -183,13 +182,9 @@ class DevicePacker:
             for name, target in views(entries, slot.buffers).items():
                 target.copy_(tensors[name])
             checksum = sum_of_buckets(entries, slot.buffers)
-        if device.type == "cuda":
-            torch.cuda.current_stream(
-                device
-            ).synchronize()  # readers are in other processes and do not know our streams
-        weights = DeviceWeights(entries, checksum, owner=Owner.here(), handles=slot.handles)
-        weights.travels_as = self._travels_as
-        weights._buffers = slot.buffers
+        if device.type == "cuda":  # readers are in other processes and do not know our streams
+            torch.cuda.current_stream(device).synchronize()
+        weights = DeviceWeights(entries, checksum, Owner.here(), slot.handles, slot.buffers, self._travels_as)
         weakref.finalize(weights, slot.release).atexit = False
         return weights
 
@@ -215,24 +210,18 @@ def gpu_uuid(device: torch.device | int) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
+_FIRST_FIELD = 7
+"""Of the arguments of torch's `rebuild_cuda_tensor`: from here on they name the memory. Earlier ones are known."""
+
+
 def shared(buffer: torch.Tensor) -> Handle:
     """Return a handle to a CUDA buffer. Make it once: each counts as another reader for torch."""
     from torch.multiprocessing.reductions import reduce_tensor
 
-    _, told = reduce_tensor(buffer)  # type: ignore[no-untyped-call]
-    (*_, handle, storage_bytes, storage_offset, _, counter, counter_offset, event, event_sync) = told
-    return {
-        "gpu": gpu_uuid(buffer.device),
-        "bytes": buffer.numel(),
-        "offset": buffer.storage_offset(),
-        "handle": _text(handle),
-        "storage_bytes": storage_bytes,
-        "storage_offset": storage_offset,
-        "counter": _text(counter),
-        "counter_offset": counter_offset,
-        "event": _text(event),
-        "event_sync": bool(event_sync),
-    }
+    _, arguments = reduce_tensor(buffer)  # type: ignore[no-untyped-call]
+    fields = [base64.b64encode(one).decode() if isinstance(one, bytes) else one for one in arguments[_FIRST_FIELD:]]
+    place = {"gpu": gpu_uuid(buffer.device), "bytes": buffer.numel(), "offset": buffer.storage_offset()}
+    return {**place, "fields": fields}
 
 
 def opened(handle: Handle) -> torch.Tensor:
@@ -243,32 +232,12 @@ def opened(handle: Handle) -> torch.Tensor:
     here = [index for index in range(torch.cuda.device_count()) if gpu_uuid(index) == handle["gpu"]]
     if not here:
         raise ValueError(f"these weights are on GPU {handle['gpu']}, which this process does not see: use another way")
+    fields = [base64.b64decode(one) if isinstance(one, str) else one for one in handle["fields"]]
+    size, start = handle["bytes"], handle["offset"]
     buffer: torch.Tensor = rebuild_cuda_tensor(  # type: ignore[no-untyped-call]
-        torch.Tensor,
-        (handle["bytes"],),
-        (1,),
-        handle["offset"],
-        torch.storage.TypedStorage,
-        torch.uint8,
-        here[0],
-        _bytes(handle["handle"]),
-        handle["storage_bytes"],
-        handle["storage_offset"],
-        False,
-        _bytes(handle["counter"]),
-        handle["counter_offset"],
-        _bytes(handle["event"]),
-        handle["event_sync"],
+        torch.Tensor, (size,), (1,), start, torch.storage.TypedStorage, torch.uint8, here[0], *fields
     )
     return buffer
-
-
-def _text(value: bytes) -> str:
-    return base64.b64encode(value).decode()
-
-
-def _bytes(text: str) -> bytes:
-    return base64.b64decode(text)
 
 
 class Mappings:
@@ -279,7 +248,7 @@ class Mappings:
         self._open_one = open_one
         self._lock = threading.Lock()
         self._owner: Owner | None = None
-        self._open: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._open: dict[str, torch.Tensor] = {}
 
     def open(self, handle: Handle, owner: Owner) -> torch.Tensor:
         with self._lock:
@@ -287,7 +256,7 @@ class Mappings:
                 self._open.clear()
                 self._owner = owner
                 threading.Thread(target=self._watch, args=(owner,), name="freewheel-owner", daemon=True).start()
-            key = tuple(handle.values())
+            key = str(handle)
             if key not in self._open:
                 self._open[key] = self._open_one(handle)
             return self._open[key]

@@ -185,7 +185,6 @@ class ParameterSynchronizer:
         """The version published last, for replicas that join. None: unknown, or its weights are gone."""
         self._files_version = version if versions is None else None
         """The version in the files that replicas start from, if known."""
-        self._joins = 0
         self._changed = asyncio.Condition()
         self._calls: set[asyncio.Future[int | None]] = set()
         """Calls to engines, including abandoned ones: the event loop keeps only weak references to tasks."""
@@ -240,13 +239,7 @@ class ParameterSynchronizer:
             await self._queue.confirm_published(self.version)
 
     async def wait_published(self, version: int, *, wait_s: float) -> bool:
-        async with self._changed:
-            try:
-                async with asyncio.timeout(wait_s):
-                    await self._changed.wait_for(lambda: self.version >= version)
-            except TimeoutError:
-                return False
-        return True
+        return await self._wait(lambda: self.version >= version, wait_s)
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -272,7 +265,13 @@ class ParameterSynchronizer:
                 pass
             trace.span("drain", since, self._clock(), {"version": pending.version})
         self.state = "loading"
-        loaded = await self._load_and_record(pending)
+        since, loaded = self._clock(), 0
+        for member in self.group.values():
+            member.last = _Attempts()
+        try:
+            loaded = await self._load_until_taken(pending)
+        finally:
+            self._record(pending, since, loaded)
         async with self._changed:
             self.version = pending.version if loaded else self.version
             self.state = "idle"
@@ -280,10 +279,7 @@ class ParameterSynchronizer:
         if loaded:
             log.info(
                 "Parameter sync: version %d on %d of %d engines in %.3f s",
-                pending.version,
-                loaded,
-                len(self.group),
-                self._last_s,
+                *(pending.version, loaded, len(self.group), self._last_s),
                 extra={"version": pending.version},
             )
 
@@ -292,60 +288,58 @@ class ParameterSynchronizer:
         """If all replicas are fenced or gone, nothing is in progress and the free slots wait for this very version."""
         return any(not (member.fenced or member.gone) for member in self.group.values())
 
-    async def _load_and_record(self, pending: _Pending) -> int:
-        """Runs `_load_until_taken` and keeps a row about it."""
-        since, loaded = self._clock(), 0
-        for member in self.group.values():
-            member.last = _Attempts()
-        try:
-            loaded = await self._load_until_taken(pending)
-            return loaded
-        finally:
-            until = self._clock()
-            about = {"version": pending.version, "bytes": pending.n_bytes}
-            engines = {name: asdict(member.last) for name, member in self.group.items()}
-            self._rows.append({**about, "took_s": until - since, "engines": engines, "failed": not loaded})
-            trace.span("sync", since, until, about)
-            if loaded:
-                self.param_sync_count += 1
-                self._last_s = until - since
-                self._total_s += self._last_s
-                self._longest_s = max(self._longest_s, self._last_s)
+    def _record(self, pending: _Pending, since: float, loaded: int) -> None:
+        until = self._clock()
+        about = {"version": pending.version, "bytes": pending.n_bytes}
+        engines = {name: asdict(member.last) for name, member in self.group.items()}
+        self._rows.append({**about, "took_s": until - since, "engines": engines, "failed": not loaded})
+        trace.span("sync", since, until, about)
+        if loaded:
+            self.param_sync_count += 1
+            self._last_s = until - since
+            self._total_s += self._last_s
+            self._longest_s = max(self._longest_s, self._last_s)
 
     async def _load_until_taken(self, pending: _Pending) -> int:
-        """The number of engines that took the version. 0: given up in favour of a later one."""
-        joins = self._joins
+        """Return the number of engines that took the version. 0: given up in favour of a later one."""
         while True:
             try:
                 loaded = await self._load_all(pending)
             except WeightsGone as error:
                 log.warning(
                     "Parameter sync: version %d is gone with its trainer (%s); version %d serves until it is resent",
-                    pending.version,
-                    error,
-                    self.version,
+                    *(pending.version, error, self.version),
                     extra={"version": pending.version},
                 )
                 return 0
-            if any(loaded) or self._pending is not None:
-                return sum(loaded)
-            if not any(member.gone for member in self.group.values()):
+            if loaded or self._pending is not None:
+                return loaded
+            gone = self._list_gone()
+            if not gone:
                 raise self._failed(pending.version)
-            joins = await self._next_join(joins)
+            await self._wait_for_join(gone)
 
-    async def _next_join(self, joins: int) -> int:
-        """Waits for: `join` (by the supervisor) or another version. Engines that are alive are retried meanwhile."""
-        alive = not all(member.gone for member in self.group.values())
-        try:
-            async with asyncio.timeout(max(self._retry_delay_s, BETWEEN_ROUNDS_S) if alive else None):
-                async with self._changed:
-                    await self._changed.wait_for(lambda: self._joins != joins or self._pending is not None)
-        except TimeoutError:
-            pass
-        return self._joins
+    def _list_gone(self) -> set[str]:
+        return {name for name, member in self.group.items() if member.gone}
 
-    async def _load_all(self, pending: _Pending) -> list[bool]:
-        """One round over all replicas. Publishes the version if any of them has it then. Raises `WeightsGone`."""
+    async def _wait_for_join(self, gone: set[str]) -> None:
+        """Wait until the supervisor has replaced an engine or another version is submitted. Return earlier to retry
+        engines that are alive."""
+        pause_s = None if len(gone) == len(self.group) else max(self._retry_delay_s, BETWEEN_ROUNDS_S)
+        await self._wait(lambda: self._list_gone() != gone or self._pending is not None, pause_s)
+
+    async def _wait(self, holds: Callable[[], bool], wait_s: float | None) -> bool:
+        """Wait until `holds()` after a change, for at most `wait_s`. Returns whether it does."""
+        async with self._changed:
+            try:
+                async with asyncio.timeout(wait_s):
+                    return await self._changed.wait_for(holds)
+            except TimeoutError:
+                return False
+
+    async def _load_all(self, pending: _Pending) -> int:
+        """Bring the version to all replicas once, and publish it if any of them has it then. Returns how many have it.
+        Raises `WeightsGone`."""
         async with self._loading:
             # A fenced replica used up its attempts. It gets one a version, and does not delay the others for long.
             attempts = {name: 1 if member.fenced else self._max_retries + 1 for name, member in self.group.items()}
@@ -354,8 +348,8 @@ class ParameterSynchronizer:
             for one in found:
                 if isinstance(one, BaseException):
                     raise one
-            loaded = [one is True for one in found]
-            if any(loaded):
+            loaded = found.count(True)
+            if loaded:
                 self._newest = pending
                 await self._queue.confirm_published(pending.version)
         return loaded
@@ -383,7 +377,7 @@ class ParameterSynchronizer:
     async def _try_to_load(self, name: str, member: Member, pending: _Pending, attempts: int) -> bool:
         about = {"version": pending.version}
         if member.version > pending.version and not member.gone:  # it took a later one before the trainer died
-            await self._unfence(name, member)
+            await self._set_fenced(name, False)
             return True
         for attempt in range(attempts if not member.gone else 0):
             if attempt:
@@ -410,7 +404,7 @@ class ParameterSynchronizer:
             else:
                 if not verify or held in (None, pending.checksum):
                     member.took(pending.version, compared=verify)
-                    await self._unfence(name, member)
+                    await self._set_fenced(name, False)
                     return True
                 problem = "it holds other weights"
             self.sync_failures += 1
@@ -420,10 +414,7 @@ class ParameterSynchronizer:
                 *(name, pending.version, attempt + 1, attempts, problem),
                 extra=about,
             )
-        if not member.fenced:
-            member.fenced = True
-            await self._queue.fence(name, fenced=True)
-            log.error("Parameter sync: %s is fenced off at version %d", name, member.version, extra=about)
+        await self._set_fenced(name, True)
         return False
 
     async def _call(self, member: Member, pending: _Pending, *, verify: bool) -> int | None:
@@ -444,11 +435,19 @@ class ParameterSynchronizer:
             raise TimeoutError
         return call.result()
 
-    async def _unfence(self, name: str, member: Member) -> None:
-        if member.fenced:
-            member.fenced = False
-            await self._queue.fence(name, fenced=False)
-            log.info("Parameter sync: %s is back with version %d", name, member.version)
+    async def _set_fenced(self, name: str, fenced: bool) -> None:
+        member = self.group[name]
+        if member.fenced != fenced:
+            member.fenced = fenced
+            await self._queue.fence(name, fenced=fenced)
+            what = "is fenced off at" if fenced else "is back with"
+            log.log(
+                logging.ERROR if fenced else logging.INFO,
+                "Parameter sync: %s %s version %d",
+                name,
+                what,
+                member.version,
+            )
 
     async def join(self, name: str, replica: Replica) -> None:
         """Register a restarted replica. It gets the newest version before it gets work."""
@@ -458,10 +457,9 @@ class ParameterSynchronizer:
             if self._newest is not None:
                 await self._bring_up(name, self._newest)
             elif self.version == self._files_version:  # nothing was published since: the files are up to date
-                self.group[name] = Member(replica, self.version)
-                await self._queue.fence(name, fenced=False)
+                self.group[name].version = self.version
+                await self._set_fenced(name, False)
         async with self._changed:
-            self._joins += 1
             self._changed.notify_all()
 
     async def _bring_up(self, name: str, newest: _Pending) -> None:

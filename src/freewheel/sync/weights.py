@@ -11,16 +11,16 @@ does the same on a GPU that trainer and engine share.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
     import torch
 
-ALIGN_BYTES = 64
 SUM_BITS = 64
 _LINEAR, _SQUARE = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4E
 """Odd and even, so that x → LINEAR·x + SQUARE·x² is a bijection on 64-bit values."""
@@ -57,24 +57,24 @@ class Entry:
         return buffer[self.start : self.start + self.n_bytes].view(dtype).view(self.shape)
 
 
-class AnyWeights(Protocol):
-    """The common interface of `Weights` and `DeviceWeights`: all parameters of one version."""
+class AnyWeights:
+    """All parameters of one version, wherever they are. Subclasses read them."""
+
+    entries: dict[str, Entry]
+    checksum: int
+    """`content_sum` of these tensors."""
 
     @property
-    def entries(self) -> dict[str, Entry]: ...
-
-    @property
-    def checksum(self) -> int:
-        """`content_sum` of these tensors."""
-
-    @property
-    def n_bytes(self) -> int: ...
+    def n_bytes(self) -> int:
+        return sum(entry.n_bytes for entry in self.entries.values())
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return views, valid while the weights live. Do not write to them."""
+        raise NotImplementedError("weights that are broadcast go to an engine's workers: use another transport")
 
     def on_host(self) -> Weights:
         """Return the same weights in this process's memory. Runs in threads."""
+        raise NotImplementedError("weights that are broadcast go to an engine's workers: use another transport")
 
 
 Packer = Callable[[Mapping[str, "torch.Tensor"]], AnyWeights]
@@ -82,17 +82,12 @@ Packer = Callable[[Mapping[str, "torch.Tensor"]], AnyWeights]
 
 
 @dataclass(frozen=True)
-class Weights:
+class Weights(AnyWeights):
     """All parameters of one version, in host memory."""
 
     entries: dict[str, Entry]
     buffer: np.ndarray[Any, np.dtype[np.uint8]]
     checksum: int
-    """`content_sum` of these tensors."""
-
-    @property
-    def n_bytes(self) -> int:
-        return int(self.buffer.nbytes)
 
     def whole(self) -> torch.Tensor:
         """Return the buffer as a tensor of bytes."""
@@ -105,7 +100,6 @@ class Weights:
             return torch.from_numpy(self.buffer)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return views of the buffer. Do not write to them."""
         return views(self.entries, [self.whole()])
 
     def on_host(self) -> Weights:
@@ -116,22 +110,14 @@ def pack(tensors: Mapping[str, torch.Tensor], *, checksum: int | None = None) ->
     """Copy tensors from any device into one CPU buffer. `checksum`: theirs, if it is known."""
     import torch
 
-    entries: dict[str, Entry] = {}
-    end = 0
-    for name, tensor in tensors.items():
-        entries[name] = Entry(dtype_name(tensor), tuple(tensor.shape), end)
-        end += -(-tensor.numel() * tensor.element_size() // ALIGN_BYTES) * ALIGN_BYTES
-    weights = Weights(entries, np.zeros(end, np.uint8), 0)
+    entries = in_buckets(tensors, sys.maxsize)
+    weights = Weights(entries, np.empty(sum(bucket_sizes(entries)), np.uint8), 0)
     with torch.no_grad():
         for name, target in weights.tensors().items():
             target.copy_(tensors[name])
-    if checksum is None:  # gaps between tensors are zero and count nothing
+    if checksum is None:
         checksum = sum_of_buckets(entries, [weights.whole()])
     return Weights(entries, weights.buffer, checksum)
-
-
-def dtype_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def content_sum(tensors: Iterable[torch.Tensor]) -> int:
@@ -179,15 +165,17 @@ BUCKET_BYTES = 1 << 30
 
 
 def in_buckets(tensors: Mapping[str, torch.Tensor], bucket_bytes: int) -> dict[str, Entry]:
-    """Lay out tensors in buckets; tensors of one type keep their order."""
+    """Lay out tensors in buckets, in their order and aligned to their elements: there are no gaps in a bucket of one
+    type."""
     entries: dict[str, Entry] = {}
     bucket, end = 0, 0
-    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
-        size = tensor.numel() * tensor.element_size()
-        if end and end + size > bucket_bytes:
-            bucket, end = bucket + 1, 0
-        entries[name] = Entry(dtype_name(tensor), tuple(tensor.shape), end, bucket)
-        end += size
+    for name, tensor in tensors.items():
+        size, width = tensor.numel() * tensor.element_size(), tensor.element_size()
+        start = -(-end // width) * width
+        if end and start + size > bucket_bytes:
+            bucket, start = bucket + 1, 0
+        entries[name] = Entry(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start, bucket)
+        end = start + size
     return entries
 
 
@@ -201,7 +189,7 @@ def by_bucket(entries: Mapping[str, Entry]) -> list[dict[str, Entry]]:
 
 def bucket_sizes(entries: Mapping[str, Entry]) -> list[int]:
     """Return the bytes of each bucket."""
-    return [sum(entry.n_bytes for entry in part.values()) for part in by_bucket(entries)]
+    return [max(entry.start + entry.n_bytes for entry in part.values()) for part in by_bucket(entries)]
 
 
 def views(entries: Mapping[str, Entry], buffers: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
