@@ -136,7 +136,7 @@ from freewheel.dashboard.web.runs import Runs
 (view,) = Runs([sys.argv[1]], clock=time.monotonic).all()
 with view.reading():
     views.overview(view), views.ledger(view.folder), views.prompt(view.folder, 0)
-    view.timeline.look(), view.samples.look()
+    view.trace.look(), view.samples.look()
 print(sorted({"torch", "ray", "transformers"} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=WAIT_S)

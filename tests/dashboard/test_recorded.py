@@ -13,15 +13,17 @@ import numpy as np
 import pytest
 
 from freewheel.dashboard.web import samples as samples_module
-from freewheel.dashboard.web import timeline as timeline_module
 from freewheel.dashboard.web import views as pages
 from freewheel.dashboard.web import views as panels
 from freewheel.dashboard.web.runs import Runs, RunView
 from freewheel.dashboard.web.samples import Samples
-from freewheel.dashboard.web.timeline import Timeline, merge
+from freewheel.dashboard.web.timeline import merge, window
 from freewheel.errors import ConfigError
 from freewheel.inspect import metrics as recorded_module
-from freewheel.inspect.metrics import RecordedMetrics, by_kind
+from freewheel.inspect import trace as trace_module
+from freewheel.inspect.metrics import RecordedMetrics
+from freewheel.inspect.trace import RecordedTrace
+from freewheel.observe.lines import decoded
 from freewheel.runtime.config_files import load
 from freewheel.trainer.checkpoint import RunLock
 
@@ -76,24 +78,24 @@ def test_all_kinds_of_rows_are_taken_up(tmp_path: Path):
 
 def test_any_metric_can_be_read_later(tmp_path: Path):
     found = recorded(make_run(tmp_path / "run", steps=40))
-    hook = found.read_metric("mine/of_a_hook")
+    hook = found.read_metrics("mine/of_a_hook")
     assert hook["mine/of_a_hook"].tolist() == [step % 7 for step in range(1, 41)]
 
 
 def test_of_a_metric_that_was_asked_for_only_what_came_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = make_run(tmp_path / "run", steps=40)
     found = recorded(folder)
-    found.read_metric("mine/of_a_hook")
+    found.read_metrics("mine/of_a_hook")
     Writer(folder, steps=40).go_on(2)
     taken: list[bytes] = []
-    counted = lambda lines: taken.extend(lines) or by_kind(lines)  # noqa: E731
-    monkeypatch.setattr(recorded_module, "by_kind", counted)
-    hook = found.read_metric("mine/of_a_hook")
+    counted = lambda decoder, line: taken.append(line) or decoded(decoder, line)  # noqa: E731
+    monkeypatch.setattr(recorded_module, "decoded", counted)
+    hook = found.read_metrics("mine/of_a_hook")
     assert hook["mine/of_a_hook"].tolist() == [step % 7 for step in range(1, 43)]
     assert len(taken) == 6, "three rows a step"
     write_lines(folder / "metrics.jsonl", rows(3))
     found.look()
-    assert found.read_metric("mine/of_a_hook")["step"].tolist() == [1, 2, 3]
+    assert found.read_metrics("mine/of_a_hook")["step"].tolist() == [1, 2, 3]
 
 
 def test_a_row_that_is_nested_too_deeply_is_one_unreadable_line(tmp_path: Path):
@@ -536,9 +538,9 @@ def test_compared_runs_are_told_apart_by_what_differs(tmp_path: Path):
 
 def test_the_timeline_has_lanes_by_part_and_lives_by_group(tmp_path: Path):
     make_run(tmp_path, steps=6)
-    timeline = Timeline(tmp_path)
-    timeline.look()
-    found = timeline.window()
+    trace = RecordedTrace(tmp_path)
+    trace.look()
+    found = window(trace)
     assert [(lane["part"], lane["name"]) for lane in found["lanes"]][:3] == [
         ("trainer", "pack"), ("trainer", "train"), ("trainer", "wait_batch"),
     ]  # fmt: skip
@@ -552,13 +554,13 @@ def test_the_timeline_has_lanes_by_part_and_lives_by_group(tmp_path: Path):
 
 def test_a_window_has_what_happened_in_it(tmp_path: Path):
     make_run(tmp_path, steps=40)
-    timeline = Timeline(tmp_path)
-    timeline.look()
-    found = timeline.window(10, 12)
+    trace = RecordedTrace(tmp_path)
+    trace.look()
+    found = window(trace, 10, 12)
     assert (found["from_s"], found["to_s"]) == (10, 12)
     assert all(bar.end_s >= 10 and bar.start_s <= 12 for lane in found["lanes"] for bar in lane["bars"])
     assert 0 < found["groups_in_window"] < 40
-    assert timeline.window(1e9, 2e9)["groups_in_window"] == 0
+    assert window(trace, 1e9, 2e9)["groups_in_window"] == 0
 
 
 def test_spans_closer_than_a_pixel_are_one_bar_that_says_so():
@@ -571,15 +573,15 @@ def test_spans_closer_than_a_pixel_are_one_bar_that_says_so():
 def test_a_trace_that_is_rotated_and_broken_is_followed(tmp_path: Path):
     trainer, _ = trace_lines(2)
     file = write_lines(tmp_path / "trace/trainer-1.jsonl", trainer)
-    timeline = Timeline(tmp_path)
-    assert timeline.window()["recorded"] is False
-    timeline.look()
-    before = timeline.window()["length_s"]
+    trace = RecordedTrace(tmp_path)
+    assert window(trace)["recorded"] is False
+    trace.look()
+    before = window(trace)["length_s"]
     file.rename(tmp_path / "trace/trainer-1.1.jsonl")
     later, _ = trace_lines(2, first=10)
     file.write_bytes(b"garbage\n" + b"".join(map(line, later)) + b'{"ph":"X","na')
-    timeline.look()
-    found = timeline.window()
+    trace.look()
+    found = window(trace)
     assert found["length_s"] > before
     assert sum(bar.count for lane in found["lanes"] if lane["name"] == "train" for bar in lane["bars"]) == 4
 
@@ -592,18 +594,18 @@ def test_of_a_trace_that_is_too_long_the_newest_part_of_every_component_is_kept(
     for number in range(6):
         replica = [{**event, "pid": f"rollouter-{number}"} for event in rollouter]
         write_lines(tmp_path / f"trace/rollouter-{number}-1.jsonl", replica)
-    whole = Timeline(tmp_path)
+    whole = RecordedTrace(tmp_path)
     whole.look()
-    assert whole.window()["whole_from_s"] == 0
-    monkeypatch.setattr(timeline_module, "MOST_KEPT", 3_000)
-    short = Timeline(tmp_path)
+    assert window(whole)["whole_from_s"] == 0
+    monkeypatch.setattr(trace_module, "MOST_KEPT", 3_000)
+    short = RecordedTrace(tmp_path)
     short.look()
-    found = short.window()
+    found = window(short)
     kept = [end_us for file in short._files.values() for end_us in file.ends_us()]
-    assert 1_500 <= len(kept) <= 3_000 and min(kept) >= short._kept_from_us
-    assert found["length_s"] == whole.window()["length_s"] and 0 < found["whole_from_s"] < found["length_s"]
+    assert 1_500 <= len(kept) <= 3_000 and min(kept) >= short.complete_from_us
+    assert found["length_s"] == window(whole)["length_s"] and 0 < found["whole_from_s"] < found["length_s"]
     since = found["whole_from_s"]
-    assert short.window(since)["lanes"] == whole.window(since)["lanes"]
+    assert window(short, since)["lanes"] == window(whole, since)["lanes"]
     assert len({lane["part"] for lane in found["lanes"]}) == 7
 
 
@@ -619,10 +621,10 @@ def test_other_events_and_tracks_of_their_own_are_told_apart(tmp_path: Path):
             *({"ph": half, "name": "generate", "pid": "main", "ts": 2e15} for half in "be"),
         ],
     )  # fmt: skip
-    timeline = Timeline(tmp_path)
-    timeline.look()
-    assert {lane["name"] for lane in timeline.window()["lanes"]} == {"load rollouter-0", "load rollouter-1", "sync"}
-    assert timeline.window()["groups"] == []
+    trace = RecordedTrace(tmp_path)
+    trace.look()
+    assert {lane["name"] for lane in window(trace)["lanes"]} == {"load rollouter-0", "load rollouter-1", "sync"}
+    assert window(trace)["groups"] == []
 
 
 # -- samples ----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import aiohttp
 import pytest
 
 from freewheel.dashboard.web import server as live
-from freewheel.dashboard.web import views as panels
+from freewheel.dashboard.web import views
 from freewheel.dashboard.web.runs import Runs
 from freewheel.dashboard.web.server import STATIC, Door, Server, make_token
 from freewheel.trainer.checkpoint import RunLock
@@ -277,7 +277,7 @@ async def test_an_audit_that_takes_its_time_holds_up_nothing_else(
         may_end.wait(WAIT_S)
         return {"report": None, "error": folder.name}
 
-    monkeypatch.setattr(panels, "ledger", audit)
+    monkeypatch.setattr(views, "ledger", audit)
     page = await opened(folder)
     asked = asyncio.create_task(page.json("/api/runs/run/ledger"))
     try:

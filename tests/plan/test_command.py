@@ -99,8 +99,8 @@ def test_what_may_have_been_on_one_gpu_is_not_called_measured(run, trainer, roll
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_whether_a_gpu_was_shared_is_what_the_run_recorded_and_not_what_its_settings_allow(tmp_path, shared):
-    said = [{"kind": "event", "step": 0, "text": "…", "shared_gpu": not shared}]
-    said += [{"kind": "event", "step": 0, "text": "…", "shared_gpu": shared}]
+    said = [{"kind": "event", "step": 0, "time": 0.0, "text": "…", "shared_gpu": not shared}]
+    said += [{"kind": "event", "step": 0, "time": 0.0, "text": "…", "shared_gpu": shared}]
     rollout = {"replicas": 2} if not shared else {"n_gpus_per_node": 2}
     planned = of_run(str(made_run(configured(tmp_path, rollout=rollout), before=said)))
     assert is_measured_at(planned, planned.cluster.trainers) is not shared
@@ -199,7 +199,11 @@ def test_settings_that_cannot_be_read_are_told_by_their_file(run, text, said):
 
 
 def test_a_run_whose_judge_held_it_back_is_planned_with_that_rate(tmp_path):
-    judge = {"queued": 40, "sent": 500, "endpoints": [{"limit": 8, "in_flight": 8, "latency_p50_s": 0.2}]}
+    judge = {
+        "queued": 40,
+        "sent": 500,
+        "endpoints": [{"url": "u", "model": "m", "limit": 8, "in_flight": 8, "latency_p50_s": 0.2}],
+    }
     rewards = {"scored": 396, "failed": {"timeout": 4}, "busy_s": 160.0, "waiting": 0, "judge": judge}
     folder = made_run(configured(tmp_path, reward={"judge": {"enable_openai_reward": True}}), rewards=rewards)
     planned = of_run(str(folder))

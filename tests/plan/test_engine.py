@@ -26,7 +26,7 @@ def put(one, *sequences, samples=1, at=0.0):
     one.advance(at)
     groups = [Group(sequence, samples, 0) for sequence in sequences]
     for group in groups:
-        one.add(group, samples)
+        one.add(group)
     one.enter()
     return groups
 

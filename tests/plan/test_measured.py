@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from freewheel.errors import ConfigError
-from freewheel.plan.calibration import MeasuredCluster, RecordedRun, RunSettings, beside, decode_step, read, scene_of
+from freewheel.plan.clusters import MeasuredCluster, RecordedRun, RunSettings, beside, decode_step, read, scene_of
 from freewheel.plan.scene import Beside, Generation, HandOver, Measured, Scores, Training, Weights
 from freewheel.plan.simulation import simulate
 from freewheel.rollout.engines import NativeFactory
@@ -101,6 +101,7 @@ def step_row(step, elapsed_s, **changes):
     return {
         "kind": "step",
         "step": step,
+        "time": 900.0 + step,
         "timing/train_s": 9.0,
         "timing/wait_batch_s": 9.0,
         "timing/elapsed_s": elapsed_s,
@@ -114,7 +115,7 @@ def step_row(step, elapsed_s, **changes):
 def test_what_came_before_a_clock_began_anew_is_not_looked_at(tmp_path):
     counted = {"generated_tokens": 3000, "engine_busy_s": 20.0, "slots": 32}
     before = [step_row(step, 1000.0 + step) for step in range(1, 6)]
-    before += [{"kind": "statistics", "step": 5, "rollouter": counted}]
+    before += [{"kind": "statistics", "step": 5, "time": 905.0, "rollouter": counted}]
     found = read(made_run(tmp_path, before=before), n=4, groups_per_step=8)
     assert found == read(made_run(tmp_path), n=4, groups_per_step=8)
     (tmp_path / "resumed").mkdir()
@@ -135,7 +136,7 @@ def test_what_came_before_a_clock_began_anew_is_not_looked_at(tmp_path):
         step_row(3, 1e9, **{"timing/train_s": -1.0}),
         step_row(3, 10**400),
         {"kind": "statistics", "rollouter": None},
-        {"kind": "statistics", "rollouter": {"generated_tokens": 10**6}},
+        {"kind": "statistics", "time": 1.0, "rollouter": {"generated_tokens": 10**6}},
         {"kind": "pulse", "waits": None},
     ],
 )
@@ -182,12 +183,12 @@ def test_a_replay_finds_the_step_that_the_run_had_and_predicts_the_other_modes(m
         mode,
         groups=16,
         steps=40,
-        lengths=Measured.of([5.0, 10.0, 15.0, 30.0]),
-        scores=Scores(latency_s=Measured.of([0.1, 0.2, 0.3])),
+        lengths=Measured((5.0, 10.0, 15.0, 30.0)),
+        scores=Scores(latency_s=Measured((0.1, 0.2, 0.3))),
         generation=Generation(slots=16, step_s=0.013, refill=2),
         training=Training(base_s=0.5, pack_s=0.01),
         weights=Weights(transfer_s=0.02, pause_s=0.01),
-        hand_over=HandOver(admit_s=0.01, put_s=0.01, take_s=0.01, commit_s=0.01, linger_s=0.05, interval_s=0.1),
+        hand_over=HandOver(message_s=0.01, linger_s=0.05, interval_s=0.1),
     )
     settings = RunSettings(bounds=true.bounds, n=4, refill_slots=NativeFactory().refill_slots, interval_s=0.1)
     found = scene_of(recorded_of(true, simulate(true)), settings)
@@ -224,7 +225,7 @@ def test_what_a_prompt_costs_is_what_decoding_leaves_of_the_engines_time():
         "sync",
         groups=32,
         steps=40,
-        lengths=Measured.of([5.0, 10.0, 15.0, 30.0]),
+        lengths=Measured((5.0, 10.0, 15.0, 30.0)),
         generation=Generation(slots=32, step_s=0.006, prefill_s=0.004, refill=4),
     )
     recorded = replace(recorded_of(true, simulate(true)), decode_s=0.006, latencies_s=(0.0,))

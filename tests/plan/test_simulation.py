@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from freewheel.plan.scene import Beside, Constant, Generation, Lognormal, Scores, Training, Uniform, Weights
+from freewheel.plan.scene import Beside, Constant, Generation, Lognormal, Measured, Scores, Training, Weights
 from freewheel.plan.simulation import Simulation, simulate
 
 from .scenes import scene, scenes
@@ -74,10 +74,10 @@ def test_in_turns_a_step_is_the_sum_of_its_phases():
         scores=Scores(latency_s=Constant(0.25)),
         training=Training(base_s=0.4, pack_s=0.03),
         weights=Weights(transfer_s=0.05, pause_s=0.02),
-        hand_over=replace(scene().hand_over, admit_s=0.01, put_s=0.02, take_s=0.03, commit_s=0.04),
+        hand_over=replace(scene().hand_over, message_s=0.025),
     )
     # 8 groups x 4 in 16 slots: two waves of 10 tokens, 0.02 s each
-    phases = 2 * 10 * 0.02 + 0.25 + 0.4 + 0.03 + 0.05 + 0.02 + 0.01 + 0.02 + 0.03 + 0.04
+    phases = 2 * 10 * 0.02 + 0.25 + 0.4 + 0.03 + 0.05 + 0.02 + 4 * 0.025
     outcome = simulate(one)
     assert outcome.step_s == pytest.approx(phases)
     assert outcome.lag_mean == outcome.lag_max == 0
@@ -92,7 +92,7 @@ def test_one_step_off_is_the_longer_of_the_two_and_lags_one_version():
 
 
 def test_streaming_hides_a_judge_that_turns_pay_for():
-    slow = Scores(latency_s=Uniform(0.2, 0.6))
+    slow = Scores(latency_s=Measured((0.2, 0.4, 0.6)))
     sync, streaming = simulate(scene("sync", scores=slow)), simulate(scene(scores=slow))
     assert sync.step_s > 1.3 and streaming.step_s == pytest.approx(0.4, rel=0.05)
     assert 0 < streaming.lag_mean <= 3

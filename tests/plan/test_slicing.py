@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from freewheel.plan import calibration
-from freewheel.plan.calibration import simulate_slice, sliced
+from freewheel.plan import simulation
 from freewheel.plan.scene import Constant, Generation, Lognormal, Scores, Training, Weights
-from freewheel.plan.simulation import simulate
+from freewheel.plan.simulation import simulate, simulate_slice, slice_of
 
 from .scenes import bounds, scene
 
@@ -25,8 +24,8 @@ LARGE = scene(
 
 @pytest.fixture(autouse=True)
 def small_slices(monkeypatch):
-    monkeypatch.setattr(calibration, "MOST_GROUPS", 80)
-    monkeypatch.setattr(calibration, "LEAST_REPLICAS", 4)
+    monkeypatch.setattr(simulation, "MOST_GROUPS", 80)
+    monkeypatch.setattr(simulation, "LEAST_REPLICAS", 4)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +40,7 @@ def small_slices(monkeypatch):
 )
 def test_a_slice_gives_what_the_whole_gives(changes):
     whole = replace(LARGE, **changes)
-    one, parts = sliced(whole)
+    one, parts = slice_of(whole)
     assert parts == pytest.approx(3.0) and one.generation.replicas == 4 and one.bounds.groups_per_step == 80
     expected, found = simulate(whole), simulate_slice(whole)
     assert found.samples_per_s == pytest.approx(expected.samples_per_s, rel=0.05)
@@ -52,7 +51,7 @@ def test_a_slice_gives_what_the_whole_gives(changes):
 
 def test_one_engine_is_enough_where_it_has_as_many_groups_to_itself():
     whole = replace(LARGE, generation=replace(LARGE.generation, replicas=3), bounds=bounds(groups=240, steps=20))
-    one, parts = sliced(whole)
+    one, parts = slice_of(whole)
     assert parts == pytest.approx(3.0) and one.generation.replicas == 1 and one.bounds.groups_per_step == 80
     expected, found = simulate(whole), simulate_slice(whole)
     assert found.samples_per_s == pytest.approx(expected.samples_per_s, rel=0.05)
@@ -60,8 +59,8 @@ def test_one_engine_is_enough_where_it_has_as_many_groups_to_itself():
 
 
 def test_what_a_slice_of_a_judge_refused_and_allowed_is_told_of_the_whole():
-    whole = replace(LARGE, scores=Scores(latency_s=Constant(0.3), knee=90, refuse_above=120))
-    one, parts = sliced(whole)
+    whole = replace(LARGE, scores=Scores(latency_s=Constant(0.3), rate_per_s=900.0))
+    one, parts = slice_of(whole)
     part, found = simulate(one), simulate_slice(whole)
     assert part.judge_refused > 0 and found.judge_refused == round(part.judge_refused * parts)
     assert part.judge_limit is not None and found.judge_limit == round(part.judge_limit * parts)
@@ -69,5 +68,5 @@ def test_what_a_slice_of_a_judge_refused_and_allowed_is_told_of_the_whole():
 
 def test_what_is_small_is_simulated_whole():
     small = scene()
-    assert sliced(small) == (small, 1.0)
+    assert slice_of(small) == (small, 1.0)
     assert simulate_slice(small) == simulate(small)

@@ -11,11 +11,12 @@ import pytest
 
 from freewheel.errors import ConfigError
 from freewheel.plan import report
-from freewheel.plan.calibration import simulate_slice, sliced
-from freewheel.plan.hardware import ACCELERATORS, SHAPES, Cluster, Workload, accelerator, shape
-from freewheel.plan.planner import HUGE_LIVES, _jobs, best, between, candidates_of, ending, scaling, splits, sweep
+from freewheel.plan.clusters import ACCELERATORS, SHAPES, TableCluster, Workload, find_accelerator, find_shape
+from freewheel.plan.planner import HUGE_LIVES, Planned, best, between, candidates_of, changed, ending, splits
 from freewheel.plan.report import draw
 from freewheel.plan.scene import Constant, Scores
+from freewheel.plan.simulation import simulate_slice, slice_of
+from freewheel.runtime.config import TrainConfig
 
 from .scenes import bounds
 
@@ -23,7 +24,22 @@ GROUPS = 64
 
 
 def cluster(model="7b", name="h200", **work):
-    return Cluster(accelerator=accelerator(name), shape=shape(model), workload=Workload(groups_per_step=GROUPS, **work))
+    workload = Workload(groups_per_step=GROUPS, **work)
+    return TableCluster(accelerator=find_accelerator(name), shape=find_shape(model), workload=workload)
+
+
+def planned(made, accelerators, *, groups=GROUPS, threshold=3, processes=1):
+    config = changed(
+        TrainConfig(),
+        {"trainer": {"groups_per_step": groups}, "async_training": {"staleness_threshold": threshold}},
+    )
+    return Planned(
+        about="", config=config, cluster=made, accelerators=accelerators, groups_per_step=groups, processes=processes
+    )
+
+
+def sweep(made, accelerators, *, groups=GROUPS, **options):
+    return planned(made, accelerators, groups=groups, **options).splits()
 
 
 def unending(groups):
@@ -32,7 +48,7 @@ def unending(groups):
 
 @pytest.fixture(scope="module")
 def rows():
-    return sweep(cluster(), 8, unending, groups_per_step=GROUPS, processes=1)
+    return sweep(cluster(), 8)
 
 
 def test_every_accelerator_is_used_and_none_twice(rows):
@@ -70,11 +86,11 @@ def test_many_splits_are_looked_at_where_the_best_must_be_near():
 
 
 def test_other_processes_find_the_same(rows):
-    assert sweep(cluster(), 8, unending, groups_per_step=GROUPS, processes=2) == rows
+    assert sweep(cluster(), 8, processes=2) == rows
 
 
 def test_scaling_takes_the_best_of_each_and_never_gains_by_magic():
-    found = scaling(cluster(), [8, 16, 32], unending, groups_per_step=lambda count: 8 * count, processes=1)
+    found = planned(cluster(), 8).scaling(32)
     assert [row.accelerators for row in found] == [8, 16, 32]
     rates = [row.samples_per_s / row.accelerators for row in found]
     assert all(later <= earlier * 1.1 for earlier, later in pairwise(rates))
@@ -82,18 +98,18 @@ def test_scaling_takes_the_best_of_each_and_never_gains_by_magic():
 
 def test_a_judge_that_is_too_slow_bounds_every_split():
     slow = cluster(scores=Scores(is_judge=True, latency_s=Constant(1.0), rate_per_s=5.0))
-    found = sweep(slow, 4, unending, groups_per_step=8, processes=1)
+    found = sweep(slow, 4, groups=8)
     assert all(row.samples_per_s <= 5 * 1.3 for row in found)
     assert best(found).verdict.startswith("judge-bound")
     function = cluster(scores=replace(slow.workload.scores, is_judge=False))
-    assert best(sweep(function, 4, unending, groups_per_step=8, processes=1)).verdict.startswith("reward-bound")
+    assert best(sweep(function, 4, groups=8)).verdict.startswith("reward-bound")
 
 
 def test_a_judge_that_is_nearly_in_use_is_where_a_faster_generation_ends():
-    free = sweep(cluster("0.5b"), 2, unending, groups_per_step=64, processes=1)[0]
+    free = sweep(cluster("0.5b"), 2)[0]
     assert free.verdict.startswith("generation-bound")
     narrow = Scores(is_judge=True, latency_s=Constant(0.1), rate_per_s=1.1 * free.outcome.scores_per_s)
-    (row,) = sweep(cluster("0.5b", scores=narrow), 2, unending, groups_per_step=64, processes=1)
+    (row,) = sweep(cluster("0.5b", scores=narrow), 2)
     assert "the judge is" in row.verdict
 
 
@@ -102,26 +118,24 @@ def test_a_judge_that_is_nearly_in_use_is_where_a_faster_generation_ends():
 def test_what_a_verdict_promises_is_what_the_simulation_gives(groups, threshold):
     """Few groups a step leave engines with too little in hand: more of them do not help, whoever waits for them."""
 
-    def bounded(count):
-        return replace(bounds(groups=count, threshold=threshold), total_groups=None)
-
     made = cluster("0.5b")
-    row = best(sweep(made, 4, bounded, groups_per_step=groups, processes=1))
+    one = planned(made, 4, groups=groups, threshold=threshold)
+    row = best(one.splits())
     found = re.search(r"[(](\d+) replicas instead of \d+[)] would lift throughput ([\d.]+)x", row.verdict)
     if found is None:
         assert "replicas instead" not in row.verdict and "up to" not in row.verdict.partition("speed")[2]
         return
-    tried = simulate_slice(made.scene(ending(bounded(groups), 40), trainers=row.trainers, generators=int(found[1])))
+    tried = simulate_slice(made.scene(ending(one.bounds(groups), 40), trainers=row.trainers, generators=int(found[1])))
     assert float(found[2]) <= 1.05 * tried.samples_per_s / row.samples_per_s
 
 
 @pytest.mark.parametrize("groups", [1000, 20_000, 100_000])
 def test_however_large_a_step_the_work_is_bounded(groups):
     for generators in (1, 4, 20):
-        (job,) = _jobs(cluster("1.5b"), [(2, generators)], unending(groups), "fully_async", 0)
-        assert (sliced(job.scene)[0].bounds.total_groups or 0) <= max(HUGE_LIVES, 9 * groups // generators + 9)
+        (job,) = planned(cluster("1.5b"), 4).jobs([(2, generators)], unending(groups))
+        assert (slice_of(job.scene)[0].bounds.total_groups or 0) <= max(HUGE_LIVES, 9 * groups // generators + 9)
     with pytest.raises(ConfigError, match="--groups-per-step = 200000: 1,600,000 responses of a step"):
-        _jobs(cluster("1.5b"), [(2, 1)], unending(200_000), "fully_async", 0)
+        planned(cluster("1.5b"), 4).jobs([(2, 1)], unending(200_000))
 
 
 def test_more_that_train_than_there_are_sequences_have_nothing_to_do():
@@ -168,12 +182,12 @@ def test_what_was_measured_on_an_h200_is_what_the_table_gives():
 def test_every_accelerator_has_a_source_and_a_name_that_is_not_there_is_refused():
     assert all(one.source and name == one.name for name, one in ACCELERATORS.items())
     with pytest.raises(ConfigError, match="--accelerator = 'tpu': give one of h200"):
-        accelerator("tpu")
+        find_accelerator("tpu")
     for name, meant in (("8b", "7b"), ("7c", "7b"), ("Qwen2.5-70B", "72b")):
         with pytest.raises(ConfigError, match=f"--model = '{name}': did you mean {meant}[?] Give one of 0.5b"):
-            shape(name)
+            find_shape(name)
     with pytest.raises(ConfigError, match="--model = 'llama': Give one of"):
-        shape("llama")
+        find_shape("llama")
     with pytest.raises(ConfigError, match="72b needs at least"):
         cluster("72b").scene(unending(8), trainers=1, generators=8)
 

@@ -150,7 +150,7 @@ def plan(
 
     with plain_errors():
         from freewheel.errors import ConfigError
-        from freewheel.plan.hardware import Workload, shape
+        from freewheel.plan.clusters import Workload, find_shape
         from freewheel.plan.planner import GROUPS_PER_ACCELERATOR, of_model, of_run
         from freewheel.plan.scene import Scores
 
@@ -191,7 +191,7 @@ def plan(
                 seed=seed,
             )
         elif model is not None:
-            shape(model)  # one that is not there is said first
+            find_shape(model)  # one that is not there is said first
             said = "give how many there are, for training and generation together"
             raise typer.BadParameter(said, param_hint="--accelerators")
         else:

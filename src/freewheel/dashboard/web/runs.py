@@ -2,7 +2,7 @@
 
     freewheel dashboard RUN FOLDER ─▶ Runs ─ find ─▶ RunView ─▶ `views`
                                                      ├─ Settings: config.yaml as plain values
-                                                     ├─ RecordedMetrics, Timeline, Samples, warnings of log.jsonl
+                                                     ├─ RecordedMetrics, RecordedTrace, Samples, warnings of log.jsonl
                                                      └─ LastStep: by journal and checkpoints, where metrics have gaps
 
 A request names a run by its id, which is looked up: no path comes from a browser. One thread at a time reads a view. A
@@ -20,15 +20,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import msgspec
 import yaml
 
 from freewheel.dashboard.web.samples import Samples
-from freewheel.dashboard.web.timeline import Timeline
 from freewheel.errors import ConfigError
-from freewheel.inspect.metrics import Columns, RecordedMetrics, Warned
+from freewheel.inspect.metrics import Columns, RecordedMetrics
+from freewheel.inspect.trace import RecordedTrace
 from freewheel.observe.lines import Tail, decoded, open_regular
 from freewheel.observe.run_folder import CHECKPOINTS, CONFIG, FINAL, JOURNAL, LOG, METRICS, saved_steps
 from freewheel.runtime.config import THRESHOLDS
@@ -196,19 +196,25 @@ LEVELS = (b'"WARNING"', b'"ERROR"', b'"CRITICAL"')
 State = Literal["live", "finished", "ended", "removed", "waiting"]
 
 
-class Clock(Protocol):
-    def __call__(self) -> float: ...
+class Warned(msgspec.Struct, gc=False):
+    """A line of `log.jsonl`."""
+
+    time: float
+    level: str
+    message: str
+    role: str = ""
+    step: int | None = None
 
 
 class RunView:
     """One run. Within `reading` it shows what its files said at that moment."""
 
-    def __init__(self, run_id: str, folder: Path, *, clock: Clock) -> None:
+    def __init__(self, run_id: str, folder: Path, *, clock: Callable[[], float]) -> None:
         self.id = run_id
         self.folder = folder
         self.settings = Settings(folder)
         self.recorded = RecordedMetrics(folder)
-        self.timeline = Timeline(folder)
+        self.trace = RecordedTrace(folder)
         self.samples = Samples(folder)
         self.warnings: deque[Warned] = deque(maxlen=MOST_WARNINGS)
         self._log = Tail(folder / LOG)
@@ -278,16 +284,15 @@ class RunView:
 
     def metric(self, name: str, kind: str) -> Columns | None:
         """Return a metric by name, with steps and times; None if it does not exist."""
-        for columns in (self.recorded.evals,) if kind == "eval" else (self.recorded.steps,):
-            if name in columns.names:
-                return columns
-        return self.recorded.read_metric(name, kind) if name in self.recorded.metric_names(kind) else None
+        columns = self.recorded.evals if kind == "eval" else self.recorded.steps
+        known = name in columns.names or name in self.recorded.metric_names(kind)
+        return self.recorded.read_metrics(name, kind=kind) if known else None
 
 
 class Runs:
     """All runs that may be shown. A run that appears in a named folder is found on the next request."""
 
-    def __init__(self, names: Sequence[str], *, clock: Clock, must_exist: bool = True) -> None:
+    def __init__(self, names: Sequence[str], *, clock: Callable[[], float], must_exist: bool = True) -> None:
         self._named = [Path(name).expanduser().absolute() for name in names]
         self._clock = clock
         self._views: dict[str, RunView] = {}

@@ -41,11 +41,9 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from freewheel.dashboard.web import views as pages
-from freewheel.dashboard.web import views as panels
+from freewheel.dashboard.web import timeline, views
 from freewheel.dashboard.web.child import PARENT_CHECK_S
 from freewheel.dashboard.web.runs import Runs, RunView
-from freewheel.dashboard.web.views import changes
 from freewheel.utils.http import server_log
 
 TOKEN_BYTES = 32
@@ -153,7 +151,7 @@ class Streams:
 
 def _changes(view: RunView, told: str) -> dict[str, Any] | None:
     with view.reading():
-        return changes(view, told)
+        return views.changes(view, told)
 
 
 def _without_rows(found: dict[str, Any]) -> dict[str, Any]:
@@ -329,10 +327,12 @@ class Server:
         """Return all runs, live ones first: the page opens the first one."""
 
         def found() -> list[dict[str, Any]]:
-            views = self._runs.all()
-            if len(views) > 1:  # their metrics are read when they are opened
-                return sorted(map(_named, views), key=lambda one: one["state"] != "live")
-            return [_within(pages.headline, view) for view in views]
+            runs = self._runs.all()
+            if len(runs) > 1:  # their metrics are read when they are opened
+                for view in runs:
+                    view.settings.look()
+                return sorted(map(views.label, runs), key=lambda one: one["state"] != "live")
+            return [_within(views.headline, view) for view in runs]
 
         return _json({"runs": await asyncio.to_thread(found)})
 
@@ -341,7 +341,7 @@ class Server:
         if not wanted or len(wanted) > MOST_COMPARED:
             raise Refused(HTTPStatus.BAD_REQUEST, f"runs: name 1 to {MOST_COMPARED} of them, with commas between")
         metric, kind = request.query.get("metric", "eval/reward"), _kind(request)
-        return _json(await asyncio.to_thread(panels.compare, wanted, metric, kind))
+        return _json(await asyncio.to_thread(views.compare, wanted, metric, kind))
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         view = self._view(request.match_info["run"])
@@ -375,29 +375,14 @@ def _within(answer: Callable[..., Any], view: RunView, *given: Any) -> Any:
         return answer(view, *given)
 
 
-def _named(view: RunView) -> dict[str, Any]:
-    view.settings.look()
-    return {
-        "id": view.id,
-        "name": view.folder.name,
-        "folder": str(view.folder),
-        "state": view.state,
-        "state_words": pages.STATE_WORDS[view.state],
-        "mode": view.settings.text("mode"),
-        "task": view.settings.text("data.task"),
-        "model": view.settings.text("model.path"),
-        "total_steps": view.settings.number("trainer.total_steps"),
-    }
-
-
 def _series(view: RunView, request: web.Request) -> dict[str, Any] | None:
     name = request.query.get("name", "")
-    return pages.series(view, name, _kind(request), _number(request, "from"), _number(request, "to"))
+    return views.series(view, name, _kind(request), _number(request, "from"), _number(request, "to"))
 
 
 def _timeline(view: RunView, request: web.Request) -> dict[str, Any]:
-    view.timeline.look()
-    return view.timeline.window(_number(request, "from"), _number(request, "to"))
+    view.trace.look()
+    return timeline.window(view.trace, _number(request, "from"), _number(request, "to"))
 
 
 def _samples(view: RunView, request: web.Request) -> dict[str, Any]:
@@ -412,20 +397,20 @@ def _sample(view: RunView, request: web.Request) -> dict[str, Any] | None:
 
 
 def _prompt(view: RunView, request: web.Request) -> dict[str, Any]:
-    return panels.prompt(view.folder, int(request.match_info["ordinal"]))
+    return views.prompt(view.folder, int(request.match_info["ordinal"]))
 
 
 ANSWERS: dict[str, Answer] = {
-    "": lambda view, request: pages.overview(view),
+    "": lambda view, request: views.overview(view),
     "/series": _series,
-    "/judge": lambda view, request: panels.judge(view),
-    "/weights": lambda view, request: panels.weights(view),
+    "/judge": lambda view, request: views.judge(view),
+    "/weights": lambda view, request: views.weights(view),
     "/timeline": _timeline,
     "/samples": _samples,
     "/samples/{key}": _sample,
 }
 OF_THE_JOURNAL: dict[str, Answer] = {
-    "/ledger": lambda view, request: panels.ledger(view.folder),
+    "/ledger": lambda view, request: views.ledger(view.folder),
     r"/prompts/{ordinal:\d{1,15}}": _prompt,
 }
 """Requests that need no lock of `RunView.reading`: an audit takes long, and other views do not wait for it."""

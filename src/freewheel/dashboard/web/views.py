@@ -174,10 +174,9 @@ STATE_WORDS = {
 }
 
 
-def headline(view: RunView) -> dict[str, Any]:
-    """Return a run as an entry of a list."""
-    recorded, settings = view.recorded, view.settings
-    state = view.state
+def label(view: RunView) -> dict[str, Any]:
+    """Return a run as an entry of a list, without its metrics."""
+    settings, state = view.settings, view.state
     return {
         "id": view.id,
         "name": view.folder.name,
@@ -187,11 +186,14 @@ def headline(view: RunView) -> dict[str, Any]:
         "mode": settings.text("mode"),
         "task": settings.text("data.task"),
         "model": settings.text("model.path"),
-        "step": view.step,
         "total_steps": settings.number("trainer.total_steps"),
-        "began": recorded.first_time,
-        "last_row": recorded.last_time,
     }
+
+
+def headline(view: RunView) -> dict[str, Any]:
+    """Return a run as an entry of a list."""
+    recorded = view.recorded
+    return {**label(view), "step": view.step, "began": recorded.first_time, "last_row": recorded.last_time}
 
 
 def overview(view: RunView) -> dict[str, Any]:
