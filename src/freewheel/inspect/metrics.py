@@ -237,14 +237,8 @@ class RollouterNumbers(msgspec.Struct):
     generated_tokens: float = NAN
     total_generated_samples: float = NAN
     engine_busy_s: float = NAN
-    running: float | None = None
     slots: float | None = None
-    spans: dict[str, float] = {}
     rewards: Rewards = msgspec.field(default_factory=Rewards)
-
-
-class TrainerNumbers(msgspec.Struct):
-    spans: dict[str, float] = {}
 
 
 class QueueNumbers(msgspec.Struct):
@@ -269,21 +263,14 @@ class SyncNumbers(msgspec.Struct):
     versions: dict[str, int] = {}
 
 
-class RunNumbers(msgspec.Struct):
-    replayed: dict[str, dict[str, float]] = {}
-    """Spans by component up to the end of the steps that were trained again after a resume."""
-
-
 class Statistics(msgspec.Struct, tag_field="kind", tag="statistics"):
     """What the components reported about themselves, every `observe.statistics_every_s`."""
 
     time: float
     step: int = 0
-    trainer: TrainerNumbers = msgspec.field(default_factory=TrainerNumbers)
     rollouter: RollouterNumbers = msgspec.field(default_factory=RollouterNumbers)
     queue: QueueNumbers = msgspec.field(default_factory=QueueNumbers)
     sync: SyncNumbers = msgspec.field(default_factory=SyncNumbers)
-    run: RunNumbers = msgspec.field(default_factory=RunNumbers)
 
 
 StepRow, EvalRow = define_row("step", STEP_METRICS), define_row("eval", EVAL_METRICS)

@@ -167,8 +167,14 @@ class Lines:
                 continue
             parts.append(data)
             size += len(data)
-        if size:
-            self._append(b"".join(parts))
+        data = b"".join(parts)
+        if size and self._file.size and self._file.size + size > self._limit:
+            try:
+                self._set_aside()
+            except OSError as error:
+                self._file.refused(data.count(b"\n"), error)
+                return
+        self._file.append(data)
 
     def _rendered(self, item: Any) -> bytes:
         try:
@@ -176,15 +182,6 @@ class Lines:
         except Exception:  # noqa: BLE001  # of a user's row, say; it costs this line and nothing else
             self._dropped += 1
             return b""
-
-    def _append(self, data: bytes) -> None:
-        if self._file.size and self._file.size + len(data) > self._limit:
-            try:
-                self._set_aside()
-            except OSError as error:
-                self._file.refused(data.count(b"\n"), error)
-                return
-        self._file.append(data)
 
     @property
     def _limit(self) -> int:

@@ -130,10 +130,18 @@ class LastStep:
 
     def look(self) -> int:
         """Return the last step; 0 if neither journal nor checkpoints know."""
+        from freewheel.queue.journal import Journal, JournalError
+
+        journal_path = self._folder / JOURNAL
         seen = [_mark(self._folder / name) for name in (JOURNAL, f"{JOURNAL}-wal", CHECKPOINTS)]
         if seen != self._seen or self.unread:  # becoming readable changes no file
-            self._seen = seen
-            committed, self.unread = _committed(self._folder / JOURNAL)
+            self._seen, self.unread, committed = seen, "", 0
+            try:
+                if journal_path.is_file():
+                    with closing(Journal(journal_path, readonly=True, checked=False)) as journal:
+                        committed = journal.last_step()
+            except (JournalError, sqlite3.Error, OSError) as error:
+                self.unread = str(error) or type(error).__name__
             self._step = max([committed, *saved_steps(self._folder)])
         return self._step
 
@@ -146,24 +154,12 @@ def _mark(path: Path) -> tuple[int, int]:
     return (about.st_mtime_ns, about.st_size)
 
 
-def _committed(path: Path) -> tuple[int, str]:
-    """Return the last committed step of the journal, and why it could not be read."""
-    from freewheel.queue.journal import Journal, JournalError
-
-    if not path.is_file():
-        return 0, ""
-    try:
-        with closing(Journal(path, readonly=True, checked=False)) as journal:
-            return journal.last_step(), ""
-    except (JournalError, sqlite3.Error, OSError) as error:
-        return 0, str(error) or type(error).__name__
-
-
 def describe_gaps(recorded: RecordedMetrics, step: int, unread: str = "") -> list[str]:
     """Describe what is missing in the metrics of a run that came to `step`; empty if nothing is. `unread`: why its
     journal could not be read."""
     found = [f"{JOURNAL} cannot be read ({unread}): the run may have come further than is shown"] if unread else []
-    known = _known(step, by="its checkpoints" if unread else "its journal and its checkpoints, which the ledger shows")
+    by = "its checkpoints" if unread else "its journal and its checkpoints, which the ledger shows"
+    known = f"That it came to step {step:,} is known by {by}" if step else "How far it came is not known"
     if not recorded.exists:
         return [f"{METRICS} is missing or cannot be opened: there are no curves. {known}", *found]
     if recorded.bad_lines:
@@ -174,12 +170,6 @@ def describe_gaps(recorded: RecordedMetrics, step: int, unread: str = "") -> lis
         rows = f"{METRICS} has rows of {told:,} of {step:,} steps: {why}"
         found.append(rows if last == step else f"{rows}. {known}")
     return found
-
-
-def _known(step: int, *, by: str) -> str:
-    if not step:
-        return "How far it came is not known"
-    return f"That it came to step {step:,} is known by {by}"
 
 
 BEGUN_MARKS = (METRICS, JOURNAL, CHECKPOINTS)
@@ -242,13 +232,9 @@ class RunView:
             self.warnings.clear()
         for block in blocks:
             for line in block.lines:
-                if any(level in line for level in LEVELS):
-                    self._warn(line)
-
-    def _warn(self, line: bytes) -> None:
-        said = decoded(_WARNED, line)
-        if said is not None and said.level in ("WARNING", "ERROR", "CRITICAL"):
-            self.warnings.append(said)
+                said = decoded(_WARNED, line) if any(level in line for level in LEVELS) else None
+                if said is not None and said.level in ("WARNING", "ERROR", "CRITICAL"):
+                    self.warnings.append(said)
 
     @property
     def state(self) -> State:
