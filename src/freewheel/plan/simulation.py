@@ -501,11 +501,6 @@ class Group:
 class Engine:
     """Ends every added response once, after as many steps as it has tokens."""
 
-    __slots__ = (
-        "_at", "_due", "_keys", "_lengths", "_model", "_samples_waiting", "_stall_s", "_steps", "_token_s", "_waiting",
-        "busy_s", "paused", "running", "sequence_s", "slowed", "tokens", "version",
-    )  # fmt: skip
-
     def __init__(self, model: Generation, lengths: Iterator[int]) -> None:
         self._model = model
         self._lengths = lengths
@@ -611,11 +606,6 @@ DOING = ("generate", "wait_reward", "wait_room")
 
 class Replica:
     """State of a simulated rollouter; `Simulation` decides what happens."""
-
-    __slots__ = (
-        "_doing", "_since", "_spent", "decode", "engine", "generating", "loading_s", "loading_since", "lookahead",
-        "mail", "making", "place", "post", "rest", "resting",
-    )  # fmt: skip
 
     def __init__(self, place: int, engine: Engine, *, slots: int, n: int) -> None:
         self.place = place
