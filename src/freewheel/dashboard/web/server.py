@@ -235,14 +235,6 @@ Answer = Callable[[RunView, web.Request], Any]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Refused(Exception):
-    """A request that gets an error message."""
-
-    def __init__(self, status: HTTPStatus, words: str) -> None:
-        super().__init__(words)
-        self.status = status
-
-
 class Server:
     """Serves on the loop that starts it, between `start` and `stop`."""
 
@@ -280,10 +272,8 @@ class Server:
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             response = await self._let_in(request, handler)
-        except Refused as error:
-            response = _json({"error": str(error)}, status=error.status)
         except web.HTTPException as error:
-            response = _json({"error": error.reason}, status=error.status)
+            response = _json({"error": error.text}, status=error.status)
         except ConnectionError:
             raise
         except Exception as error:  # only this reply fails; the server continues
@@ -296,7 +286,8 @@ class Server:
 
     async def _let_in(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.method not in METHODS:
-            raise Refused(HTTPStatus.METHOD_NOT_ALLOWED, f"{request.method} is not taken: there is nothing to change")
+            text = f"{request.method} is not taken: there is nothing to change"
+            raise web.HTTPMethodNotAllowed(request.method, METHODS, text=text)
         if request.path == "/" and self._door.knows(request.query.get("token")):
             # Lax: a browser that follows a link from another site does not send a stricter cookie.
             response = web.Response(status=HTTPStatus.SEE_OTHER, headers={"Location": "/"})
@@ -317,7 +308,7 @@ class Server:
     def _asset(self, name: str) -> web.Response:
         found = self._assets.get(name)
         if found is None:
-            raise Refused(HTTPStatus.NOT_FOUND, f"the page has no {name!r}")
+            raise web.HTTPNotFound(text=f"the page has no {name!r}")
         kind, body = found
         return web.Response(body=body, content_type=kind, charset="utf-8")
 
@@ -339,7 +330,7 @@ class Server:
     async def _compare(self, request: web.Request) -> web.StreamResponse:
         wanted = [self._view(run_id) for run_id in request.query.get("runs", "").split(",") if run_id]
         if not wanted or len(wanted) > MOST_COMPARED:
-            raise Refused(HTTPStatus.BAD_REQUEST, f"runs: name 1 to {MOST_COMPARED} of them, with commas between")
+            raise web.HTTPBadRequest(text=f"runs: name 1 to {MOST_COMPARED} of them, with commas between")
         metric, kind = request.query.get("metric", "eval/reward"), _kind(request)
         return _json(await asyncio.to_thread(views.compare, wanted, metric, kind))
 
@@ -347,7 +338,7 @@ class Server:
         view = self._view(request.match_info["run"])
         told = request.headers.get("Last-Event-ID") or request.query.get("cursor", "")
         if self._streams.full:
-            raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, "too many pages are open: close one")
+            raise web.HTTPServiceUnavailable(text="too many pages are open: close one")
         return await self._streams.serve(request, view, told, HEADERS)
 
     def _answering(self, answer: Answer) -> Handler:
@@ -355,7 +346,7 @@ class Server:
             view = self._view(request.match_info["run"])
             found = await asyncio.to_thread(answer, view, request)
             if found is None:
-                raise Refused(HTTPStatus.NOT_FOUND, "there is no such thing in this run")
+                raise web.HTTPNotFound(text="there is no such thing in this run")
             return _json(found)
 
         return handle
@@ -363,7 +354,7 @@ class Server:
     def _view(self, run_id: str) -> RunView:
         view = self._runs.find(run_id)
         if view is None:
-            raise Refused(HTTPStatus.NOT_FOUND, f"there is no run {run_id!r} here")
+            raise web.HTTPNotFound(text=f"there is no run {run_id!r} here")
         return view
 
 
@@ -419,7 +410,7 @@ OF_THE_JOURNAL: dict[str, Answer] = {
 def _kind(request: web.Request) -> str:
     kind = request.query.get("kind", "step")
     if kind not in ("step", "eval"):
-        raise Refused(HTTPStatus.BAD_REQUEST, f"kind = {kind!r}: give step or eval")
+        raise web.HTTPBadRequest(text=f"kind = {kind!r}: give step or eval")
     return kind
 
 
@@ -432,7 +423,7 @@ def _number(request: web.Request, name: str) -> float | None:
     except ValueError:
         found = math.nan
     if not math.isfinite(found):
-        raise Refused(HTTPStatus.BAD_REQUEST, f"{name} = {given[:40]!r}: give a number")
+        raise web.HTTPBadRequest(text=f"{name} = {given[:40]!r}: give a number")
     return found
 
 
