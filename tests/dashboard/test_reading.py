@@ -189,6 +189,9 @@ def test_steps_that_are_trained_again_replace_what_followed_them(tmp_path: Path)
     found.look()
     assert found.steps["step"].tolist() == list(range(1, 10)) and found.steps["rollout/reward_mean"][7] == 0.111
     assert found.generation > generation
+    Writer(folder, steps=9).add({**step_row(9, 10), "rollout/reward_mean": 0.222})
+    found.look()
+    assert found.steps["step"].tolist() == list(range(1, 10)) and found.steps["rollout/reward_mean"][8] == 0.222
     generation = found.generation
     (folder / "metrics.jsonl").unlink()
     found.look()
@@ -280,6 +283,7 @@ def test_tracks_are_lanes_and_other_events_are_ignored(tmp_path: Path):
     events += [{"ph": kind, "name": "groups", "pid": "main", "ts": 1, "args": {"queue_size": 1}} for kind in "Ci"]
     for identity in ({"id": "007"}, {}):
         events += [{"ph": half, "name": "generate", "pid": "main", "ts": 2e15, **identity} for half in "be"]
+    events.append({"ph": "e", "name": "score", "pid": "main", "ts": 2e15, "id": 3})  # its start is missing
     write_lines(tmp_path / "trace/sync-1.jsonl", events)
     found = window(look(RecordedTrace(tmp_path)))
     assert {lane["name"] for lane in found["lanes"]} == {"load rollouter-0", "load rollouter-1", "sync"}

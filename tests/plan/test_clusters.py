@@ -99,6 +99,16 @@ def test_a_run_is_read_and_what_it_did_not_record_is_noted(tmp_path):
     assert len(found.notes) == 2 and "not recorded" in found.notes[0]
 
 
+def test_the_time_in_which_engines_warm_up_does_not_count(tmp_path):
+    def busy_per_token_s(tokens):
+        warm = {"generated_tokens": tokens, "engine_busy_s": 9.0, "slots": 32}
+        before = [{"kind": "statistics", "step": 0, "time": 900.0, "rollouter": warm}]
+        return read_run(made_run(tmp_path, before=before)).busy_per_token_s
+
+    assert busy_per_token_s(1000) == (16.0 - 9.0) / (8000 - 1000)
+    assert busy_per_token_s(7000) == 16.0 / 8000, "too little would remain"
+
+
 def test_only_rows_since_the_last_restart_count(tmp_path):
     counted = {"generated_tokens": 3000, "engine_busy_s": 20.0, "slots": 32}
     before = [step_row(step, 1000.0 + step) for step in range(1, 6)]

@@ -294,6 +294,8 @@ def test_in_turns_a_step_is_the_sum_of_its_phases():
     assert outcome.step_s == pytest.approx(phases)
     assert outcome.lag_mean == outcome.lag_max == 0
     assert outcome.trainer_waits == pytest.approx((phases - 0.43) / phases)
+    patient = replace(one, hand_over=replace(one.hand_over, linger_s=5.0))
+    assert simulate(patient).step_s == pytest.approx(phases), "the last group of a batch waits for no other"
 
 
 @pytest.mark.parametrize(("base_s", "step_s"), [(0.6, 0.6), (0.2, 0.4)], ids=["training", "generation"])

@@ -229,7 +229,6 @@ TYPES = {
 MOST_COMPARED = 12
 """Runs in one picture; nobody can tell more apart."""
 SHUTDOWN_S = 2.0
-METHODS = ("GET", "HEAD")
 
 Answer = Callable[[RunView, web.Request], Any]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -285,9 +284,6 @@ class Server:
         return response
 
     async def _let_in(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.method not in METHODS:
-            text = f"{request.method} is not taken: there is nothing to change"
-            raise web.HTTPMethodNotAllowed(request.method, METHODS, text=text)
         if request.path == "/" and self._door.knows(request.query.get("token")):
             # Lax: a browser that follows a link from another site does not send a stricter cookie.
             response = web.Response(status=HTTPStatus.SEE_OTHER, headers={"Location": "/"})
