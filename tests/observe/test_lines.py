@@ -168,7 +168,7 @@ def test_a_full_disk_costs_lines_and_ends_when_there_is_room(make, caplog):
     assert any("can be written again; 11 lines were lost" in text for text in said)
 
 
-def test_a_folder_that_cannot_be_made_and_a_link_cost_lines_and_nothing_else(make, folder):
+def test_a_folder_that_cannot_be_made_costs_lines_and_nothing_else(make, folder):
     folder.write_text("in its place")
     lines = make()
     lines.add(1)
@@ -177,13 +177,16 @@ def test_a_folder_that_cannot_be_made_and_a_link_cost_lines_and_nothing_else(mak
     lines.add(2)
     lines.flush()
     assert (read(lines.path), lines.lost) == ([2], 1)
-    linked = make("linked")
-    target = folder / "mine"
+
+
+def test_a_link_in_its_place_is_not_followed(make, tmp_path):
+    lines, target = make(), tmp_path / "mine"
+    lines.path.parent.mkdir()
     target.write_text("untouched")
-    linked.path.symlink_to(target)
-    linked.add(1)
-    linked.flush()
-    assert (target.read_text(), linked.lost) == ("untouched", 1)
+    lines.path.symlink_to(target)
+    lines.add(1)
+    lines.flush()
+    assert (target.read_text(), lines.lost) == ("untouched", 1)
 
 
 def test_a_hanging_disk_delays_nobody_who_adds(make, monkeypatch):
