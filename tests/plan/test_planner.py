@@ -231,7 +231,7 @@ def test_a_short_run_is_planned_with_a_warning(tmp_path):
 
 def test_a_run_that_its_judge_held_back_is_planned_with_the_measured_rate(tmp_path):
     endpoint = {"url": "u", "model": "m", "limit": 8, "in_flight": 8, "latency_p50_s": 0.2}
-    judge = {"queued": 40, "sent": 500, "endpoints": [endpoint]}
+    judge = {"queued": 40, "sent": 500, "limit": 8, "in_flight": 8, "endpoints": [endpoint]}
     rewards = {"scored": 396, "failed": {"timeout": 4}, "busy_s": 160.0, "waiting": 0, "judge": judge}
     folder = made_run(configure(tmp_path, reward={"judge": {"enable_openai_reward": True}}), rewards=rewards)
     one = of_run(str(folder))

@@ -23,7 +23,6 @@ from freewheel.judge.stats import EndpointStats
 from freewheel.observe.lines import Tail, decoded
 from freewheel.observe.run_folder import METRICS
 from freewheel.observe.snapshot import PULSE_MAX_S
-from freewheel.runtime.bottleneck import held_back, settled
 
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -146,9 +145,10 @@ EVAL_METRICS = ("eval/reward", "eval/reward_se", "eval/response_length_mean", "e
 
 
 def define_row(kind: str, metrics: Sequence[str]) -> Any:
-    """Return the type of a row of a kind: step, time, `sample_age_counts`, metrics. Other fields are skipped."""
-    fields: list[Any] = [("step", int), ("time", float), ("sample_age_counts", list[int] | None, None)]
+    """Return the type of a row of a kind: step, time, metrics, `sample_age_counts`. Other fields are skipped."""
+    fields: list[Any] = [("step", int), ("time", float)]
     fields += [(f"metric_{at}", float | None, msgspec.field(name=name, default=NAN)) for at, name in enumerate(metrics)]
+    fields.append(("sample_age_counts", list[int] | None, None))
     return msgspec.defstruct("Row", fields, tag_field="kind", tag=kind, gc=False)
 
 
@@ -282,7 +282,7 @@ PULSE_COLUMNS = ("elapsed_s", "step", *PULSE_NUMBERS, "wait_batch", "wait_reward
 STATISTICS_COLUMNS = (
     *("elapsed_s", "step", "queue_size", "in_progress", "version", "published_version"),
     *("generated_tokens", "generated_samples", "engine_busy_s"),
-    *("scored", "failed", "scoring", "waiting", "settled", "reward_busy_s", "held_back"),
+    *("scored", "failed", "scoring", "waiting", "settled", "reward_busy_s"),
     *("limit", "in_flight", "queued", "sent", "judged", "throttled", "cache_hits", "shared", "judge_failed", "cost"),
     "faults",
 )
@@ -392,8 +392,10 @@ class RecordedMetrics:
 
     def _metrics(self, rows: Sequence[Any], columns: Columns) -> Numbers:
         """Return steps, times since the start, and metrics."""
-        values = [(row[0], self._since_start(row[1]), *row[3:]) for row in map(msgspec.structs.astuple, rows)]
-        return np.array(values, np.float64).reshape(-1, len(columns.names))
+        values = [msgspec.structs.astuple(row)[:-1] for row in rows]
+        numbers = np.array(values, np.float64).reshape(-1, len(columns.names))
+        numbers[:, 1] -= self.first_time or 0.0
+        return numbers
 
     def _pulse(self, row: Pulse) -> tuple[float | None, ...]:
         trainer = row.waits.get("trainer", {})
@@ -404,13 +406,13 @@ class RecordedMetrics:
 
     def _statistics(self, row: Statistics) -> tuple[float, ...]:
         queue, made, rewards, judge = row.queue, row.rollouter, row.rollouter.rewards, row.rollouter.rewards.judge
-        values = msgspec.to_builtins(rewards)
+        failed = sum(rewards.failed.values())
         numbers = (
             *(self._since_start(row.time), row.step, queue.queue_size, queue.in_progress),
             *(queue.version, queue.published_version),
             *(made.generated_tokens, made.total_generated_samples, made.engine_busy_s),
-            *(rewards.scored, sum(rewards.failed.values()), rewards.in_flight, rewards.waiting),
-            *(settled(values), rewards.busy_s, held_back(values, is_judge=True) is True),
+            *(rewards.scored, failed, rewards.in_flight, rewards.waiting),
+            *(rewards.scored + rewards.skipped + failed, rewards.busy_s),
         )
         if judge is None:
             return (*numbers, *(NAN,) * (len(STATISTICS_COLUMNS) - len(numbers)))

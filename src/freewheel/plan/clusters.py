@@ -42,7 +42,7 @@ from freewheel.plan.scene import (
 from freewheel.plan.simulation import simulate
 from freewheel.queue.staleness import Bounds
 from freewheel.rollout.rollouter import PUT_LINGER_S
-from freewheel.runtime.bottleneck import HELD_BACK
+from freewheel.runtime.bottleneck import HELD_BACK, held_back
 from freewheel.runtime.config import AsyncTrainingConfig
 
 # -- what a run recorded ----------------------------------------------------------------------------------------------
@@ -63,7 +63,9 @@ ELAPSED, TRAIN, WAIT = "timing/elapsed_s", "timing/train_s", "timing/wait_batch_
 LENGTH = "rollout/response_length_mean"
 STEP_NUMBERS = ("step", ELAPSED, TRAIN, WAIT, LENGTH, "avg_sample_age", "max_sample_age")
 """Fields of a step's row. Rows without all of them, such as those of another version, are skipped."""
-COUNTERS = ("engine_busy_s", "generated_tokens", "reward_busy_s", "settled", "held_back")
+COUNTERS = ("engine_busy_s", "generated_tokens", "reward_busy_s", "settled")
+JUDGE_NUMBERS = ("waiting", "queued", "in_flight", "limit")
+"""What tells whether responses waited for a limit; NaN without a judge."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +114,9 @@ def read(run_dir: Path, *, n: int, groups_per_step: int, window: tuple[int, int]
     trace.look()
     columns = metrics.read_metrics(*STEP_NUMBERS[1:])
     steps = _since_restart({name: columns[name] for name in STEP_NUMBERS}, ELAPSED)
-    counted = _since_restart({name: metrics.statistics[name] for name in COUNTERS}, *COUNTERS[:2])
+    numbers = {name: metrics.statistics[name] for name in COUNTERS}
+    numbers |= {name: np.nan_to_num(metrics.statistics[name]) for name in JUDGE_NUMBERS}
+    counted = _since_restart(numbers, *COUNTERS[:2])
     known = [row for row in metrics.latest_statistics if math.isfinite(row.rollouter.engine_busy_s)]
     every = steps["step"].tolist()
     if len(every) < LEAST_STEPS or not known:
@@ -200,7 +204,15 @@ def _growth(spent_s: Numbers, count: Numbers) -> tuple[float, float]:
 
 def _scored_per_s(counted: Mapping[str, Numbers], replicas: int) -> float | None:
     """Return the scores per second that limits let through; None if few responses waited for them."""
-    if counted["held_back"].mean() < HELD_BACK:
+    rows = zip(*(counted[name].tolist() for name in JUDGE_NUMBERS), strict=True)
+    waited = [
+        held_back(
+            {"waiting": waiting, "judge": {"queued": queued, "endpoints": [{"in_flight": in_flight, "limit": limit}]}},
+            is_judge=True,
+        )
+        for waiting, queued, in_flight, limit in rows
+    ]
+    if fmean(one is True for one in waited) < HELD_BACK:
         return None
     busy_s, scored = _growth(counted["reward_busy_s"], counted["settled"])
     return scored / (busy_s / replicas) if busy_s > 0 and scored > 0 else None
