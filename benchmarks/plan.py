@@ -42,9 +42,9 @@ from common import (
     write_json,
 )
 from freewheel.observe.recorder import read_metrics
-from freewheel.plan.calibration import RecordedRun, beside, read, scene_of
+from freewheel.plan.clusters import RecordedRun, beside, read, scene_of
 from freewheel.plan.planner import ending, settings_of
-from freewheel.plan.scene import Beside, Generation, Lognormal, Measured, Outcome, Scene, Scores, Training, Uniform
+from freewheel.plan.scene import Beside, Generation, Lognormal, Measured, Outcome, Scene, Scores, Training
 from freewheel.plan.simulation import simulate
 from freewheel.queue.staleness import Bounds
 
@@ -67,8 +67,8 @@ def timed_scene() -> Scene:
         n=8,
         lengths=Lognormal(12, 0.4, 20),
         generation=Generation(slots=256, step_s=0.012, refill=32),
-        scores=Scores(latency_s=Uniform(0.001, 0.01)),
-        training=Training(base_s=0.4, varies=Uniform(0.9, 1.1)),
+        scores=Scores(latency_s=Lognormal(0.005, 0.5)),
+        training=Training(base_s=0.4, varies=Measured((0.9, 1.0, 1.1))),
     )
 
 
@@ -101,11 +101,9 @@ def generated(scene: str, recorded: RecordedRun) -> Measured | None:
     if scene != "tail" or max(recorded.lengths) >= async_scenes.TAIL_TOKENS:
         return None
     every = round(1 / async_scenes.TAIL_SHARE)
-    return Measured.of(
-        [
-            float(async_scenes.TAIL_TOKENS) if place % every == 0 else length
-            for place, length in enumerate(recorded.lengths)
-        ]
+    lengths = enumerate(recorded.lengths)
+    return Measured(
+        tuple(float(async_scenes.TAIL_TOKENS) if place % every == 0 else length for place, length in lengths)
     )
 
 

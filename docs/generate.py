@@ -73,8 +73,8 @@ freewheel eval runs/word_problems-fully_async-20260101-120000    # the same mode
 
 A YAML file overrides the defaults, and `key=value` overrides the file. The value of an override is YAML: lists `[1,2]`,
 mappings `{a: 1}`, `null`, quotes inside the shell's quotes where text begins with a bracket or looks like a number
-(`'data.system_prompt="[one] sentence"'`). `~key` restores the default. `${oc.env:NAME}` and `${trainer.total_steps}` are
-filled in, a file may list others under `defaults:` (`defaults: [gsm8k]`), and a value `???` must be given.
+(`'data.system_prompt="[one] sentence"'`). `~key` restores the default. `${oc.env:NAME}` and `${trainer.total_steps}`
+are filled in, a file may list others under `defaults:` (`defaults: [gsm8k]`), and a value `???` must be given.
 
 The settings of a run are in `config.yaml` in its folder. `resume=RUN` continues it there and lists what has changed.
 `seed`, `data.*`, `rollout.n`, `trainer.groups_per_step` and the model cannot change: a resumed run neither skips nor

@@ -69,7 +69,7 @@ RUN_BY = {
     "freewheel train reward.function=my_rewards:score": [CODE],
     "freewheel inspect runs/…": [DEMO, "tests/runtime/test_inspect.py::test_a_clean_run_is_accounted_for"],
     "freewheel eval runs/…": [DEMO],
-    "freewheel plan runs/…": [DEMO, "tests/plan/test_command.py::test_a_run_is_planned_from_what_it_measured"],
+    "freewheel plan runs/…": [DEMO, "tests/plan/test_planner.py::test_a_run_is_planned_from_what_it_measured"],
     "freewheel dashboard runs/…": [DEMO, "tests/browser/test_page.py"],
     "freewheel dashboard runs/": [DEMO],
     "freewheel doctor": ["tests/doctor/test_command.py::test_where_all_is_well_nothing_stands_in_the_way"],

@@ -1,30 +1,49 @@
-"""Reading what a run writes while it writes it: whole lines only, nothing twice, and curves that keep their spikes."""
+"""Files of a run are read while it writes them: whole lines only, nothing twice, and garbage costs itself."""
 
 from __future__ import annotations
 
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as arrays
 
+from freewheel.dashboard.web import samples as samples_module
 from freewheel.dashboard.web.runs import Settings, flat
-from freewheel.dashboard.web.views import curve, learning, thin
-from freewheel.inspect.metrics import Columns, mean_over_time, plain, rates
-from freewheel.observe import lines as tail
-from freewheel.observe.lines import Folder, Tail
+from freewheel.dashboard.web.samples import Samples
+from freewheel.dashboard.web.timeline import merge, window
+from freewheel.inspect import metrics as metrics_module
+from freewheel.inspect import trace as trace_module
+from freewheel.inspect.metrics import Columns, RecordedMetrics, mean_over_time, plain, rates
+from freewheel.inspect.trace import RecordedTrace
+from freewheel.observe import lines as lines_module
+from freewheel.observe.lines import Folder, Tail, decoded
 
-CURVES = arrays.arrays(
-    np.float64, st.integers(0, 400), elements=st.floats(allow_nan=True, allow_infinity=True, width=32)
+from .made_run import (
+    BEGAN_S,
+    DEEP,
+    GROUPS,
+    VERDICT,
+    Writer,
+    line,
+    make_run,
+    rows,
+    sample_row,
+    step_row,
+    trace_lines,
+    write_lines,
 )
 
 
-def lines_of(found: Tail) -> list[bytes]:
-    return [line for block in found.look() for line in block.lines]
+def lines_of(tail: Tail) -> list[bytes]:
+    return [line for block in tail.look() for line in block.lines]
+
+
+def look(found: Any) -> Any:
+    found.look()
+    return found
 
 
 # -- lines ------------------------------------------------------------------------------------------------------------
@@ -33,202 +52,276 @@ def lines_of(found: Tail) -> list[bytes]:
 def test_half_a_line_waits_for_its_other_half(tmp_path: Path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"one\ntw")
-    read = Tail(path)
-    assert lines_of(read) == [b"one"]
-    assert lines_of(read) == []
+    tail = Tail(path)
+    assert lines_of(tail) == [b"one"] and lines_of(tail) == []
     with path.open("ab") as file:
         file.write(b"o\nthree\n")
-    assert lines_of(read) == [b"two", b"three"]
-    assert lines_of(read) == []
+    assert lines_of(tail) == [b"two", b"three"] and lines_of(tail) == []
 
 
-def test_blocks_say_where_their_lines_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tail, "BLOCK_BYTES", 8)
+def test_blocks_know_their_position_and_endless_lines_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(lines_module, "BLOCK_BYTES", 8)
+    monkeypatch.setattr(lines_module, "LONGEST_LINE_BYTES", 32)
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"abc\ndef\nghi\njkl\n")
     blocks = list(Tail(path).look())
-    assert [block.offset for block in blocks] == [0, 8]
-    assert [line for block in blocks for line in block.lines] == [b"abc", b"def", b"ghi", b"jkl"]
-
-
-def test_a_line_longer_than_a_block_is_read_and_one_beyond_all_bounds_is_passed_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(tail, "BLOCK_BYTES", 8)
-    monkeypatch.setattr(tail, "LONGEST_LINE_BYTES", 32)
-    path = tmp_path / "a.jsonl"
+    assert [(block.offset, block.lines) for block in blocks] == [(0, [b"abc", b"def"]), (8, [b"ghi", b"jkl"])]
     path.write_bytes(b"x" * 20 + b"\n" + b"y" * 200 + b"\nend\n")
     found = lines_of(Tail(path))
-    assert found[0] == b"x" * 20
-    assert found[-1] == b"end"
-    assert all(len(line) < 64 for line in found)
+    assert (found[0], found[-1]) == (b"x" * 20, b"end") and all(len(line) < 64 for line in found)
 
 
-def test_a_file_that_was_replaced_or_shortened_is_read_from_its_start(tmp_path: Path):
+def test_a_replaced_file_is_read_from_its_start(tmp_path: Path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"one\ntwo\n")
-    read = Tail(path)
-    assert (lines_of(read), read.generation) == ([b"one", b"two"], 0)
+    tail = Tail(path)
+    assert (lines_of(tail), tail.generation) == ([b"one", b"two"], 0)
     path.unlink()
-    assert (lines_of(read), read.exists) == ([], False)
+    assert (lines_of(tail), tail.exists) == ([], False)
     path.write_bytes(b"three\n")
-    assert lines_of(read) == [b"three"]
+    assert lines_of(tail) == [b"three"]
     path.write_bytes(b"4\n")
-    assert lines_of(read) == [b"4"]
-    assert read.generation >= 1
+    assert lines_of(tail) == [b"4"] and tail.generation >= 1
 
 
-def test_links_and_pipes_are_not_opened(tmp_path: Path):
-    secret = tmp_path / "secret"
-    secret.write_bytes(b"mine\n")
-    (tmp_path / "link.jsonl").symlink_to(secret)
+def test_links_pipes_and_folders_are_not_opened(tmp_path: Path):
+    (tmp_path / "secret").write_bytes(b"mine\n")
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "secret")
     os.mkfifo(tmp_path / "pipe.jsonl")
     (tmp_path / "folder.jsonl").mkdir()
     for name in ("link", "pipe", "folder"):
         assert lines_of(Tail(tmp_path / f"{name}.jsonl")) == []
 
 
-def test_a_file_that_is_rotated_to_another_name_is_not_read_twice(tmp_path: Path):
-    folder = Folder(tmp_path)
-    (tmp_path / "a.jsonl").write_bytes(b"one\n")
-    (tails, gone) = folder.look()
-    assert [lines_of(one) for _, one in tails] == [[b"one"]] and gone == []
-    with (tmp_path / "a.jsonl").open("ab") as file:
+def test_a_rotated_file_is_not_read_twice_and_a_lost_one_is_forgotten(tmp_path: Path):
+    folder, gone = Folder(tmp_path / "trace"), []
+
+    def found() -> list[bytes]:
+        return sorted(line for _, blocks in folder.look(gone.append) for block in blocks for line in block.lines)
+
+    assert found() == [] and not folder.exists
+    path = tmp_path / "trace/a.jsonl"
+    path.parent.mkdir()
+    path.write_bytes(b"one\n")
+    assert found() == [b"one"] and folder.exists
+    with path.open("ab") as file:
         file.write(b"two\n")
-    (tmp_path / "a.jsonl").rename(tmp_path / "a.1.jsonl")
-    (tmp_path / "a.jsonl").write_bytes(b"three\n")
-    tails, gone = folder.look()
-    assert sorted(line for _, one in tails for line in lines_of(one)) == [b"three", b"two"] and gone == []
-    (tmp_path / "a.1.jsonl").unlink()
-    assert len(folder.look()[1]) == 1
-
-
-def test_a_folder_that_is_not_there_is_empty(tmp_path: Path):
-    folder = Folder(tmp_path / "none")
-    assert folder.look() == ([], []) and not folder.exists
-
-
-# -- curves -----------------------------------------------------------------------------------------------------------
-
-
-@given(CURVES, st.integers(4, 60))
-def test_thinning_keeps_the_ends_the_extremes_and_the_order(values: np.ndarray, most: int):
-    kept = thin(values, most)
-    finite = values[np.isfinite(values)]
-    assert len(kept) <= most
-    assert np.all(np.diff(kept) > 0)
-    assert np.isfinite(values[kept]).all()
-    if len(finite):
-        places = np.flatnonzero(np.isfinite(values))
-        assert values[kept].min() == finite.min() and values[kept].max() == finite.max()
-        assert kept[0] == places[0] and kept[-1] == places[-1]
-    if len(finite) <= most:
-        assert len(kept) == len(finite)
-
-
-@given(st.integers(0, 99_999))
-def test_a_spike_of_one_step_in_a_hundred_thousand_stays(where: int):
-    values = np.zeros(100_000)
-    values[where] = 1.0
-    assert where in thin(values)
-    assert where in thin(-values)
-
-
-def test_a_thinned_curve_is_between_the_same_lows_and_highs_everywhere():
-    values = np.random.default_rng(0).normal(size=20_000)
-    kept = thin(values, 400)
-    width = 101 * 10  # ten buckets: 20,000 points in 199 of them
-    for start in range(0, 20_000, width):
-        window = values[start : start + width]
-        shown = values[kept[(kept >= start) & (kept < start + width)]]
-        assert shown.max() == window.max() and shown.min() == window.min()
-
-
-def test_a_curve_is_short_plain_and_without_what_is_no_number():
-    found = curve(np.array([1.0, 2.0, 3.0]), np.array([0.123456789, math.nan, math.inf]))
-    assert found == {"x": [1], "y": [0.1234568]}
-
-
-def test_columns_grow_and_are_cut():
-    columns = Columns(["a", "b"])
-    for start in range(0, 5_000, 50):
-        columns.extend([(float(at), None) for at in range(start, start + 50)])
-    assert columns.rows == 5_000 and columns["a"][-1] == 4_999
-    assert columns.last("a") == 4_999 and columns.last("b") is None
-    columns.cut(10)
-    assert columns.since(8) == {"a": [8, 9]}
-
-
-def test_a_counter_that_was_begun_anew_has_no_negative_rate():
-    found = rates(np.array([0.0, 10.0, 30.0, 4.0]), np.array([0.0, 1.0, 2.0, 4.0]))
-    assert plain(found) == [None, 10, 20, 2]
-
-
-def test_a_mean_weighs_each_value_by_the_time_that_it_stands_for():
-    assert mean_over_time(np.array([10.0, 10.0, 10.0, 1.0]), np.array([1.0, 2.0, 3.0, 10.0])) == pytest.approx(3.7)
-    assert mean_over_time(np.array([math.nan, 4.0]), np.array([5.0, 6.0])) == 4
-    assert mean_over_time(np.array([4.0]), np.array([0.0])) == 4
-    assert mean_over_time(np.array([math.nan]), np.array([1.0])) is None and mean_over_time(NOTHING, NOTHING) is None
-
-
-def test_the_time_for_which_a_run_was_stopped_is_no_part_of_a_mean():
-    values, night_s = np.array([10.0] * 10 + [1.0] * 10), 36_000.0
-    times = np.array([*np.arange(10.0) * 9.5, *night_s + np.arange(10.0) * 9.5])
-    assert mean_over_time(values, times) == pytest.approx((10 * 9 + 1 * 10) / 19, rel=1e-3)
-
-
-# -- does it learn? ---------------------------------------------------------------------------------------------------
-
-NOTHING = np.array([])
-
-
-def trend(**given: list[float]) -> str:
-    names = ("steps", "rewards", "eval_steps", "held_out", "errors")
-    return learning(**{name: np.array(given.get(name, []), float) for name in names}).trend
-
-
-def test_held_out_rewards_decide_when_there_are_two():
-    assert trend(eval_steps=[0, 40], held_out=[0.1, 0.9], errors=[0.02, 0.02]) == "up"
-    assert trend(eval_steps=[0, 40], held_out=[0.9, 0.1], errors=[0.02, 0.02]) == "down"
-    assert trend(eval_steps=[0, 40], held_out=[0.50, 0.53], errors=[0.02, 0.02]) == "flat"
-    assert trend(eval_steps=[0, 40], held_out=[0.5, 0.5], errors=[0.0, 0.0]) == "flat"
-
-
-def test_before_that_the_rewards_of_training_do_and_too_few_steps_say_nothing():
-    steps = list(range(100))
-    assert trend(steps=steps, rewards=[step / 100 for step in steps]) == "up"
-    noise = np.random.default_rng(1).normal(size=100).tolist()
-    assert trend(steps=steps, rewards=noise) == "flat"
-    assert trend(steps=steps[:5], rewards=[0.1, 0.2, 0.3, 0.4, 0.5]) == "unknown"
-    assert learning(steps=NOTHING, rewards=NOTHING, eval_steps=NOTHING, held_out=NOTHING, errors=NOTHING).words
+    path.rename(path.with_name("a.1.jsonl"))
+    path.write_bytes(b"three\n")
+    assert found() == [b"three", b"two"] and gone == []
+    path.with_name("a.1.jsonl").unlink()
+    assert found() == [] and len(gone) == 1
+    path.write_bytes(b"4\n")
+    assert found() == [b"4"] and len(gone) == 2
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------
 
 
 def test_settings_are_read_again_when_they_change_and_garbage_is_empty(tmp_path: Path):
-    settings = Settings(tmp_path)
-    settings.look()
+    settings = look(Settings(tmp_path))
     assert settings.values == {}
     (tmp_path / "config.yaml").write_text("trainer:\n  total_steps: 7\n  odd: .nan\n")
     settings.look()
     assert settings.number("trainer.total_steps") == 7 and settings.get("no.such", "x") == "x"
     assert settings.number("trainer.odd") is None
-    (tmp_path / "config.yaml").write_bytes(b"\xff\xfe: [")
-    os.utime(tmp_path / "config.yaml", ns=(1, 1))
-    settings.look()
-    assert settings.values == {}
-
-
-def test_a_file_of_aliases_does_not_grow_in_memory(tmp_path: Path):
+    names = zip("abcdefgh", "bcdefghi", strict=True)
     bomb = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
-        f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
+        f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n" for old, new in names
     )
-    (tmp_path / "config.yaml").write_text(bomb)
-    settings = Settings(tmp_path)
-    settings.look()
-    assert settings.values == {}
-
-
-def test_settings_are_compared_by_their_full_names():
+    for number, text in enumerate((b"\xff\xfe: [", bomb.encode())):
+        (tmp_path / "config.yaml").write_bytes(text)
+        os.utime(tmp_path / "config.yaml", ns=(number, number))
+        settings.look()
+        assert settings.values == {}, "aliases would expand beyond all memory"
     assert flat({"a": {"b": 1, "c": {}}, "d": None}) == {"a.b": "1", "a.c": "{}", "d": "null"}
+
+
+# -- metrics ----------------------------------------------------------------------------------------------------------
+
+
+def test_all_kinds_of_rows_are_read(tmp_path: Path):
+    found = look(RecordedMetrics(make_run(tmp_path / "run", steps=40)))
+    assert found.marks == (40, 9, 81, 8, 40, 2)
+    assert found.steps["step"].tolist() == list(range(1, 41))
+    assert found.steps["elapsed_s"][0] == pytest.approx(12)
+    assert found.last_pulse.verdict == VERDICT and found.last_pulse.last
+    assert found.bad_lines == 0 and found.exists
+    assert "mine/of_a_hook" in found.metric_names() and "eval/correct" in found.metric_names("eval")
+
+
+def test_a_metric_is_read_on_request_and_then_only_what_was_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = make_run(tmp_path / "run", steps=40)
+    found = look(RecordedMetrics(folder))
+    hook = found.read_metrics("mine/of_a_hook")
+    assert hook["mine/of_a_hook"].tolist() == [step % 7 for step in range(1, 41)]
+    Writer(folder, steps=40).go_on(2)
+    taken: list[bytes] = []
+    monkeypatch.setattr(metrics_module, "decoded", lambda how, line: taken.append(line) or decoded(how, line))
+    assert found.read_metrics("mine/of_a_hook")["mine/of_a_hook"].tolist() == [step % 7 for step in range(1, 43)]
+    assert len(taken) == 6, "three rows per step"
+    write_lines(folder / "metrics.jsonl", rows(3))
+    found.look()
+    assert found.read_metrics("mine/of_a_hook")["step"].tolist() == [1, 2, 3]
+    both = found.read_metrics("mine/of_a_hook", "tokens")
+    assert both["tokens"].tolist() == [GROUPS * 4 * 15] * 3
+
+
+def test_garbage_and_half_lines_are_skipped_and_counted(tmp_path: Path):
+    folder = make_run(tmp_path / "run", steps=3)
+    writer, found = Writer(folder, steps=3), look(RecordedMetrics(folder))
+    deep = b'{"kind": "step", "step": 4, "time": 1790000020, "x": ' + DEEP + b"}\n" + DEEP + b"\n"
+    writer.tear(deep + b"\xff\xfe garbage\n[1, 2]\n{}\n\n" + b'{"kind": "step", "step": "four"}\n{"kind": "step", "st')
+    found.look()
+    assert found.steps.rows == 3 and found.bad_lines == 6 and "actor/loss" in found.metric_names()
+    writer.tear(b'ep": 4, "time": 1790000020.0, "rollout/reward_mean": 0.5}\n')
+    writer.add({"time": BEGAN_S, "step": 5, "kind": "step", "avg_sample_age": None})
+    found.look()
+    assert found.steps["step"].tolist() == [1, 2, 3, 4, 5], "the order of keys does not matter"
+    assert found.steps["rollout/reward_mean"][3] == 0.5 and np.isnan(found.steps["avg_sample_age"][4])
+
+
+def test_steps_that_are_trained_again_replace_what_followed_them(tmp_path: Path):
+    folder = make_run(tmp_path / "run", steps=10)
+    found = look(RecordedMetrics(folder))
+    generation = found.generation
+    Writer(folder, steps=10).add({**step_row(8, 10), "rollout/reward_mean": 0.111}, step_row(9, 10))
+    found.look()
+    assert found.steps["step"].tolist() == list(range(1, 10)) and found.steps["rollout/reward_mean"][7] == 0.111
+    assert found.generation > generation
+    Writer(folder, steps=9).add({**step_row(9, 10), "rollout/reward_mean": 0.222})
+    found.look()
+    assert found.steps["step"].tolist() == list(range(1, 10)) and found.steps["rollout/reward_mean"][8] == 0.222
+    generation = found.generation
+    (folder / "metrics.jsonl").unlink()
+    found.look()
+    assert found.steps.rows == 9 and not found.exists, "what was read stays"
+    write_lines(folder / "metrics.jsonl", rows(3))
+    found.look()
+    assert found.steps.rows == 3 and found.generation != generation, "another file is another run"
+
+
+def test_columns_grow_and_rates_and_means_follow_the_clock():
+    columns = Columns(["a", "b"])
+    for start in range(0, 5_000, 50):
+        columns.extend([(float(at), None) for at in range(start, start + 50)])
+    assert columns.rows == 5_000 and columns["a"][-1] == columns.last("a") == 4_999 and columns.last("b") is None
+    assert columns.since(4_998) == {"a": [4_998, 4_999]}
+    restarted = rates(np.array([0.0, 10.0, 30.0, 4.0]), np.array([0.0, 1.0, 2.0, 4.0]))
+    assert plain(restarted) == [None, 10, 20, 2]
+    assert mean_over_time(np.array([10.0, 10.0, 10.0, 1.0]), np.array([1.0, 2.0, 3.0, 10.0])) == pytest.approx(3.7)
+    assert mean_over_time(np.array([math.nan, 4.0]), np.array([5.0, 6.0])) == 4
+    assert mean_over_time(np.array([math.nan]), np.array([1.0])) is None
+    night_s = 36_000.0  # the run was stopped in between
+    times = np.array([*np.arange(10.0) * 9.5, *night_s + np.arange(10.0) * 9.5])
+    values = np.array([10.0] * 10 + [1.0] * 10)
+    assert mean_over_time(values, times) == pytest.approx((10 * 9 + 1 * 10) / 19, rel=1e-3)
+
+
+# -- traces -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_timeline_has_lanes_by_component_and_a_life_by_group(tmp_path: Path):
+    make_run(tmp_path, steps=6)
+    found = window(look(RecordedTrace(tmp_path)))
+    lanes = [(lane["part"], lane["name"]) for lane in found["lanes"]]
+    assert lanes[:4] == [("trainer", name) for name in ("pack", "train", "wait_batch")] + [("rollouter-0", "generate")]
+    assert found["lanes"][1]["busy_s"] == pytest.approx(6 * 0.7, abs=1e-3)
+    assert found["groups_in_window"] == 6 * GROUPS
+    bars = found["groups"][0]["bars"]
+    names = [bar.name for bar in bars]
+    assert names.count("response") == 4 and names[-1] == "ready" and bars[0].about.tokens == 60
+
+
+def test_a_window_has_what_happened_in_it(tmp_path: Path):
+    make_run(tmp_path, steps=40)
+    trace = look(RecordedTrace(tmp_path))
+    found = window(trace, 10, 12)
+    assert (found["from_s"], found["to_s"]) == (10, 12)
+    assert all(bar.end_s >= 10 and bar.start_s <= 12 for lane in found["lanes"] for bar in lane["bars"])
+    assert 0 < found["groups_in_window"] < 40 and window(trace, 1e9, 2e9)["groups_in_window"] == 0
+    bars = merge("train", np.array([[0.0, 0.1], [0.1001, 0.2], [5.0, 5.5]]), 0.01)
+    assert [(bar.start_s, bar.end_s, bar.count) for bar in bars] == [(0.0, 0.2, 2), (5.0, 5.5, 1)]
+    assert merge("train", np.zeros((0, 2)), 0.01) == []
+
+
+def test_a_rotated_and_broken_trace_is_followed(tmp_path: Path):
+    file = write_lines(tmp_path / "trace/trainer-1.jsonl", trace_lines(2)[0])
+    trace = RecordedTrace(tmp_path)
+    assert window(trace)["recorded"] is False
+    before = window(look(trace))["length_s"]
+    file.rename(tmp_path / "trace/trainer-1.1.jsonl")
+    file.write_bytes(b"garbage\n" + b"".join(map(line, trace_lines(2, first=10)[0])) + b'{"ph":"X","na')
+    found = window(look(trace))
+    assert found["length_s"] > before
+    assert sum(bar.count for lane in found["lanes"] if lane["name"] == "train" for bar in lane["bars"]) == 4
+
+
+def test_the_newest_part_of_a_long_trace_is_kept_of_every_component(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    trainer, rollouter = trace_lines(40)
+    write_lines(tmp_path / "trace/trainer-1.jsonl", trainer)
+    for number in range(6):
+        replica = [{**event, "pid": f"rollouter-{number}"} for event in rollouter]
+        write_lines(tmp_path / f"trace/rollouter-{number}-1.jsonl", replica)
+    whole = look(RecordedTrace(tmp_path))
+    assert window(whole)["whole_from_s"] == 0
+    monkeypatch.setattr(trace_module, "MOST_KEPT", 3_000)
+    short = look(RecordedTrace(tmp_path))
+    ends = [end for spans in short.spans.values() for _, end in spans]
+    ends += [phase.end_us for phases in short.phases.values() for phase in phases]
+    assert 1_500 <= len(ends) <= 3_000 and min(ends) >= short.complete_from_us
+    found = window(short)
+    since = found["whole_from_s"]
+    assert found["length_s"] == window(whole)["length_s"] and 0 < since < found["length_s"]
+    assert window(short, since)["lanes"] == window(whole, since)["lanes"]
+    assert len({lane["part"] for lane in found["lanes"]}) == 7
+
+
+def test_tracks_are_lanes_and_other_events_are_ignored(tmp_path: Path):
+    same = {"ph": "X", "cat": "span", "name": "load", "pid": "sync", "ts": 1e15, "dur": 5, "args": {}}
+    events = [{**same, "tid": "rollouter-0"}, {**same, "tid": "rollouter-1"}, {**same, "tid": "main", "name": "sync"}]
+    events += [{"ph": kind, "name": "groups", "pid": "main", "ts": 1, "args": {"queue_size": 1}} for kind in "Ci"]
+    for identity in ({"id": "007"}, {}):
+        events += [{"ph": half, "name": "generate", "pid": "main", "ts": 2e15, **identity} for half in "be"]
+    events.append({"ph": "e", "name": "score", "pid": "main", "ts": 2e15, "id": 3})  # its start is missing
+    write_lines(tmp_path / "trace/sync-1.jsonl", events)
+    found = window(look(RecordedTrace(tmp_path)))
+    assert {lane["name"] for lane in found["lanes"]} == {"load rollouter-0", "load rollouter-1", "sync"}
+    assert found["groups"] == []
+
+
+# -- samples ----------------------------------------------------------------------------------------------------------
+
+
+def test_samples_are_listed_newest_first_and_found(tmp_path: Path):
+    make_run(tmp_path, steps=1)
+    samples = Samples(tmp_path)
+    assert samples.page()["total"] == 0
+    page = look(samples).page()
+    assert page["total"] == 60 and [card.ordinal for card in page["cards"]] == list(range(59, 19, -1))
+    assert [card.ordinal for card in samples.page(before=page["cards"][-1].time)["cards"]] == list(range(19, -1, -1))
+    assert [card.ordinal for card in samples.page(find="#7")["cards"]] == [7]
+    assert {card.ordinal % 5 for card in samples.page(only="failed")["cards"]} == {0}
+    assert samples.page(find="APPLES")["found"] == 60 and samples.page(find="pears")["found"] == 0
+
+
+def test_a_sample_is_read_in_full_by_its_place_in_the_file(tmp_path: Path):
+    found = [sample_row(0), sample_row(1, text="ünï\ncode"), sample_row(2)]
+    path = tmp_path / "samples/rollouter-0-1.jsonl"
+    path.parent.mkdir()
+    path.write_bytes(line(found[0]) + b"garbage\n" + line(found[1]) + line(found[2])[:-5])
+    samples = look(Samples(tmp_path))
+    newest = samples.page()["cards"][0]
+    assert samples.read(newest.key) == found[1]
+    path.rename(path.with_name("rollouter-0-1.0.jsonl"))
+    assert look(samples).read(newest.key) == found[1]
+    path.with_name("rollouter-0-1.0.jsonl").unlink()
+    assert samples.read(newest.key) is None
+    assert look(samples).page()["total"] == 0 and samples.read("1") is None and samples.read("../x") is None
+
+
+def test_the_oldest_of_too_many_samples_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(samples_module, "MOST_CARDS", 3)
+    write_lines(tmp_path / "samples/rollouter-0-1.jsonl", [sample_row(ordinal) for ordinal in (7, 8, 9)])
+    write_lines(tmp_path / "samples/rollouter-1-1.jsonl", [sample_row(ordinal) for ordinal in (1, 2, 10)])
+    assert [card.ordinal for card in look(Samples(tmp_path)).page()["cards"]] == [10, 9, 8]

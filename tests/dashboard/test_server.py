@@ -1,8 +1,9 @@
-"""The page over real HTTP: who is let in, what is served and what never is, and events that go on after a break."""
+"""The page over real HTTP: who is let in, what is served, and events that continue after a break."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import math
@@ -19,7 +20,7 @@ import aiohttp
 import pytest
 
 from freewheel.dashboard.web import server as live
-from freewheel.dashboard.web import views as panels
+from freewheel.dashboard.web import views
 from freewheel.dashboard.web.runs import Runs
 from freewheel.dashboard.web.server import STATIC, Door, Server, make_token
 from freewheel.trainer.checkpoint import RunLock
@@ -76,19 +77,14 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("path", ["/", "/static/app.js", "/api/runs", "/api/runs/run", "/api/runs/run/events", "/no"])
 async def test_without_the_token_nothing_is_shown_and_the_way_in_is_said(opened: Any, folder: Path, path: str):
     page = await opened(folder)
-    for given in (
-        {},
-        {"Authorization": "Bearer wrong"},
-        {"Authorization": f"Basic {TOKEN}"},
-        {"Cookie": "freewheel=x"},
-    ):
+    wrong = [{"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {TOKEN}"}, {"Cookie": "freewheel=x"}]
+    for given in ({}, *wrong):
         async with page.session.get(page.root + path, headers=given, allow_redirects=False) as reply:
-            assert reply.status == 403
-            assert reply.content_type == "text/plain"
+            assert (reply.status, reply.content_type) == (403, "text/plain")
             assert "freewheel dashboard RUN" in await reply.text()
 
 
-async def test_the_token_in_the_address_becomes_a_cookie_of_this_port_and_leaves_the_address(opened: Any, folder: Path):
+async def test_the_token_in_the_address_becomes_a_cookie_of_this_port(opened: Any, folder: Path):
     page = await opened(folder)
     async with page.session.get(f"{page.root}/?token={TOKEN}", allow_redirects=False) as reply:
         assert (reply.status, reply.headers["Location"]) == (303, "/")
@@ -99,10 +95,9 @@ async def test_the_token_in_the_address_becomes_a_cookie_of_this_port_and_leaves
     sent = {"Cookie": cookie.partition(";")[0]}
     async with page.session.get(page.root + "/", headers=sent) as reply:
         assert reply.status == 200 and "<title>freewheel</title>" in await reply.text()
-    async with page.session.get(f"{page.root}/?token=wrong", allow_redirects=False) as reply:
-        assert reply.status == 403
-    async with page.session.get(f"{page.root}/api/runs?token={TOKEN}", allow_redirects=False) as reply:
-        assert reply.status == 403
+    for path in ("/?token=wrong", f"/api/runs?token={TOKEN}"):
+        async with page.session.get(page.root + path, allow_redirects=False) as reply:
+            assert reply.status == 403
 
 
 def test_tokens_are_long_and_never_the_same():
@@ -111,20 +106,15 @@ def test_tokens_are_long_and_never_the_same():
     assert door.knows("ünï") and not door.knows("") and not door.knows(None) and not door.knows("\udcff")
 
 
-async def test_every_reply_forbids_foreign_scripts_frames_and_guesses(opened: Any, folder: Path):
+async def test_every_reply_forbids_foreign_scripts_and_frames_and_nothing_can_be_changed(opened: Any, folder: Path):
     page = await opened(folder)
     for path in ("/", "/static/app.js", "/api/runs/run", "/api/no", "/api/runs/run/events"):
         async with await page.get(path) as reply:
             policy = reply.headers["Content-Security-Policy"]
             assert "default-src 'none'" in policy and "script-src 'self'" in policy and "unsafe" not in policy
-            assert "frame-ancestors 'none'" in policy
+            assert "frame-ancestors 'none'" in policy and "Access-Control-Allow-Origin" not in reply.headers
             assert reply.headers["X-Content-Type-Options"] == "nosniff"
             assert reply.headers["Referrer-Policy"] == "no-referrer"
-            assert "Access-Control-Allow-Origin" not in reply.headers
-
-
-async def test_nothing_can_be_changed(opened: Any, folder: Path):
-    page = await opened(folder)
     for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
         sent = {"Authorization": f"Bearer {TOKEN}"}
         async with page.session.request(method, page.root + "/api/runs/run", headers=sent) as reply:
@@ -134,7 +124,7 @@ async def test_nothing_can_be_changed(opened: Any, folder: Path):
 # -- what is served ---------------------------------------------------------------------------------------------------
 
 
-async def test_the_page_is_served_whole_and_asks_nobody_else(opened: Any, folder: Path):
+async def test_the_page_names_no_other_host(opened: Any, folder: Path):
     page = await opened(folder)
     assets = [path.relative_to(STATIC).as_posix() for path in STATIC.rglob("*") if path.is_file()]
     assert {"index.html", "app.js", "views/overview.js"} <= set(assets)
@@ -147,7 +137,7 @@ async def test_the_page_is_served_whole_and_asks_nobody_else(opened: Any, folder
         assert page_text.startswith(' type="module" src="/static/')
 
 
-def test_what_is_timed_has_a_colour_of_its_own_in_either_theme():
+def test_every_span_has_its_own_colour_in_both_themes():
     names = set(
         re.findall(r"(\w+): ", (STATIC / "format.js").read_text().partition("const SPANS = {")[2].partition("}")[0])
     )
@@ -196,7 +186,7 @@ async def test_every_view_has_its_answer(opened: Any, folder: Path):
     assert len((await page.json("/api/compare?runs=run&metric=eval/reward&kind=eval"))["runs"]) == 1
 
 
-async def test_the_run_that_is_live_is_the_first(opened: Any, tmp_path: Path):
+async def test_a_live_run_is_listed_first(opened: Any, tmp_path: Path):
     for name, began in (("a", 10), ("b", 20), ("c", 30)):
         make_run(tmp_path / name, steps=1)
         os.utime(tmp_path / name / "config.yaml", (began, began))
@@ -210,22 +200,21 @@ async def test_the_run_that_is_live_is_the_first(opened: Any, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "path", ["/series?name=actor/loss&kind=x", "/timeline?from=abc", "/timeline?from=nan", "/samples?before=1e999"]
+    ("path", "status"),
+    [
+        *((f"runs/run{path}", 400) for path in ("/series?name=actor/loss&kind=x", "/timeline?from=abc")),
+        *((f"runs/run{path}", 400) for path in ("/timeline?from=nan", "/samples?before=1e999")),
+        *((f"compare?runs={runs}", 400) for runs in ("", ",".join(["run"] * 13))),
+        ("compare?runs=no", 404),
+    ],
 )
-async def test_what_is_no_number_is_said_so(opened: Any, folder: Path, path: str):
+async def test_a_wrong_question_is_refused_with_a_remedy(opened: Any, folder: Path, path: str, status: int):
     page = await opened(folder)
-    async with await page.get(f"/api/runs/run{path}") as reply:
-        assert reply.status == 400 and "give" in (await reply.json())["error"]
+    async with await page.get(f"/api/{path}") as reply:
+        assert reply.status == status and re.search("give|name|no run", (await reply.json())["error"])
 
 
-async def test_too_many_or_unknown_runs_are_not_compared(opened: Any, folder: Path):
-    page = await opened(folder)
-    for runs, status in (("", 400), (",".join(["run"] * 13), 400), ("no", 404)):
-        async with await page.get(f"/api/compare?runs={runs}") as reply:
-            assert reply.status == status
-
-
-async def test_what_is_no_request_is_refused_without_a_traceback(
+async def test_an_invalid_request_is_refused_without_a_traceback(
     opened: Any, folder: Path, caplog: pytest.LogCaptureFixture
 ):
     page = await opened(folder)
@@ -236,15 +225,7 @@ async def test_what_is_no_request_is_refused_without_a_traceback(
     assert not caplog.records, "anybody may send anything"
 
 
-async def test_a_run_that_is_removed_while_it_is_open_ends_nothing(opened: Any, folder: Path):
-    page = await opened(folder)
-    await page.json("/api/runs/run")
-    shutil.rmtree(folder)
-    assert (await page.json("/api/runs/run"))["state"] == "removed"
-    for path in ("judge", "weights", "timeline", "samples", "ledger"):
-        await page.json(f"/api/runs/run/{path}")
-
-
+VIEWS = ("", "/judge", "/weights", "/timeline", "/samples", "/ledger", "/prompts/1")
 DEEP_ROW = (
     b'{"time": 1, "ordinal": 1, "ph": "X", "name": "x", "ts": 1, "level": "ERROR", "message": "", "x": %s}' % DEEP
 )
@@ -260,16 +241,18 @@ async def test_garbage_in_every_file_shows_what_can_be_shown(opened: Any, folder
     (folder / "config.yaml").write_bytes(b"\xff: [")
     (folder / "journal.sqlite").write_bytes(b"no database")
     page = await opened(folder)
-    for path in ("", "/judge", "/weights", "/timeline", "/samples", "/ledger", "/prompts/1"):
+    for path in VIEWS:
         await page.json(f"/api/runs/run{path}")
     journal, metrics = (await page.json("/api/runs/run"))["now"]["missing"]
     assert journal.startswith("journal.sqlite cannot be read") and "damaged" in journal
     assert metrics.endswith("lines of metrics.jsonl could not be read")
+    shutil.rmtree(folder)
+    for path in VIEWS:
+        await page.json(f"/api/runs/run{path}")
+    assert (await page.json("/api/runs/run"))["state"] == "removed", "a removed run ends nothing"
 
 
-async def test_an_audit_that_takes_its_time_holds_up_nothing_else(
-    opened: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
-):
+async def test_a_slow_audit_delays_no_other_view(opened: Any, folder: Path, monkeypatch: pytest.MonkeyPatch):
     begun, may_end = threading.Event(), threading.Event()
 
     def audit(folder: Path) -> dict[str, Any]:
@@ -277,7 +260,7 @@ async def test_an_audit_that_takes_its_time_holds_up_nothing_else(
         may_end.wait(WAIT_S)
         return {"report": None, "error": folder.name}
 
-    monkeypatch.setattr(panels, "ledger", audit)
+    monkeypatch.setattr(views, "ledger", audit)
     page = await opened(folder)
     asked = asyncio.create_task(page.json("/api/runs/run/ledger"))
     try:
@@ -317,67 +300,66 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "EVERY_S", 0.02)
 
 
-async def test_what_a_run_adds_is_sent_once(opened: Any, folder: Path):
-    page, writer = await opened(folder), Writer(folder, steps=20)
-    cursor = (await page.json("/api/runs/run"))["cursor"]
-    async with await page.get(f"/api/runs/run/events?cursor={cursor}") as reply:
+@contextlib.asynccontextmanager
+async def listen_to(page: Page, cursor: str | None = None, **headers: str) -> AsyncIterator[Listening]:
+    """Listen from a cursor on, or from now on; then the first event tells only where the run is."""
+    since = (await page.json("/api/runs/run"))["cursor"] if cursor is None else cursor
+    async with await page.get(f"/api/runs/run/events?cursor={since}", headers=headers) as reply:
         assert reply.content_type == "text/event-stream"
         listening = Listening(reply)
-        first = json.loads((await listening.next())["data"])  # where it stands
-        assert first["steps"] == {}
+        if cursor is None:
+            assert json.loads((await listening.next())["data"])["steps"] == {}
+        yield listening
+
+
+async def test_added_rows_are_sent_once_and_a_client_continues_after_a_break(opened: Any, folder: Path):
+    page, writer = await opened(folder), Writer(folder, steps=20)
+    cursor = (await page.json("/api/runs/run"))["cursor"]
+    async with listen_to(page) as listening:
         writer.go_on(2)
         steps: list[int] = []
         while len(steps) < 2:
-            steps += json.loads((await listening.next())["data"])["steps"].get("step", [])
+            event = await listening.next()
+            steps += json.loads(event["data"])["steps"].get("step", [])
         assert steps == [21, 22]
-
-
-async def test_who_comes_back_goes_on_where_he_was(opened: Any, folder: Path):
-    page, writer = await opened(folder), Writer(folder, steps=20)
-    cursor = (await page.json("/api/runs/run"))["cursor"]
-    writer.go_on(1)
-    async with await page.get(f"/api/runs/run/events?cursor={cursor}") as reply:
-        event = await Listening(reply).next()
-        assert json.loads(event["data"])["steps"]["step"] == [21]
     writer.go_on(3)
-    again = {"Last-Event-ID": event["id"]}
-    async with await page.get(f"/api/runs/run/events?cursor={cursor}", headers=again) as reply:
-        assert json.loads((await Listening(reply).next())["data"])["steps"]["step"] == [22, 23, 24]
+    async with listen_to(page, cursor, **{"Last-Event-ID": event["id"]}) as listening:
+        assert json.loads((await listening.next())["data"])["steps"]["step"] == [23, 24, 25]
 
 
-async def test_half_a_line_is_not_sent_before_it_is_whole(opened: Any, folder: Path):
+async def test_half_a_line_is_sent_when_it_is_complete(opened: Any, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    looks = 0
+
+    def count(view: Any, told: str) -> Any:
+        nonlocal looks
+        looks += 1
+        return look(view, told)
+
+    look = live._changes
+    monkeypatch.setattr(live, "_changes", count)
     page, writer = await opened(folder), Writer(folder, steps=20)
-    cursor = (await page.json("/api/runs/run"))["cursor"]
-    async with await page.get(f"/api/runs/run/events?cursor={cursor}") as reply:
-        listening = Listening(reply)
-        await listening.next()
+    async with listen_to(page) as listening:
         writer.tear(b'{"kind": "step", "step": 21, "ti')
-        await asyncio.sleep(0.2)
+        before = looks
+        async with asyncio.timeout(WAIT_S):
+            while looks < before + 3:
+                await asyncio.sleep(0.01)
         writer.tear(b'me": 1790000100, "actor/loss": 1.5}\n')
         assert json.loads((await listening.next())["data"])["steps"]["actor/loss"] == [1.5]
 
 
-async def test_who_listens_to_a_run_that_is_silent_hears_that_the_server_is_there(
-    opened: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
-):
+async def test_a_silent_run_gives_signs_of_life(opened: Any, folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(live, "ALIVE_S", 0.05)
-    page = await opened(folder)
-    cursor = (await page.json("/api/runs/run"))["cursor"]
-    async with await page.get(f"/api/runs/run/events?cursor={cursor}") as reply:
-        listening = Listening(reply)
-        assert (await listening.next())["event"] == "change"
+    async with listen_to(await opened(folder)) as listening:
         assert await listening.next() == {"event": "alive", "data": "{}"}
 
 
-async def test_who_cannot_go_on_is_told_to_begin_anew(opened: Any, folder: Path):
+async def test_a_client_that_cannot_continue_is_told_to_reload(opened: Any, folder: Path):
     page = await opened(folder)
     for cursor in ("", "7.0.0.0.0.0.0"):
-        async with await page.get(f"/api/runs/run/events?cursor={cursor}") as reply:
-            assert (await Listening(reply).next())["event"] == "reload"
-    cursor = (await page.json("/api/runs/run"))["cursor"]
-    async with await page.get(f"/api/runs/run/events?cursor={cursor}") as reply:
-        listening = Listening(reply)
-        await listening.next()
+        async with listen_to(page, cursor) as listening:
+            assert (await listening.next())["event"] == "reload"
+    async with listen_to(page) as listening:
         (folder / "metrics.jsonl").unlink()
         make_run(folder, steps=3)
         while (event := await listening.next())["event"] != "reload":
@@ -385,7 +367,7 @@ async def test_who_cannot_go_on_is_told_to_begin_anew(opened: Any, folder: Path)
         assert event["data"] == "{}"
 
 
-async def test_a_stop_ends_those_who_listen(opened: Any, folder: Path):
+async def test_a_stop_ends_all_streams(opened: Any, folder: Path):
     runs = Runs([str(folder)], clock=lambda: 0.0)
     server = Server(runs, token=TOKEN)
     listening = listen("127.0.0.1", 0)
@@ -399,7 +381,7 @@ async def test_a_stop_ends_those_who_listen(opened: Any, folder: Path):
             assert not (await reply.content.read()).strip(b":\n"), "no event comes after the stop"
 
 
-async def test_only_so_many_may_listen(opened: Any, folder: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_the_number_of_streams_is_limited(opened: Any, folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(live, "MOST_STREAMS", 1)
     page = await opened(folder)
     cursor = (await page.json("/api/runs/run"))["cursor"]

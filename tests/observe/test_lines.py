@@ -1,4 +1,4 @@
-"""Lines beside the work: whole, bounded, there soon, and never in the way, whatever the disk and the process do."""
+"""Lines are whole, bounded, on disk soon, and never in the way, whatever the disk and the process do."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from freewheel.observe import lines as lines_module
 from freewheel.observe.lines import Lines, files_of, read_lines
 
 WAIT_S = 30.0
-MANY = 10**9
 
 
 @pytest.fixture
-def made(tmp_path):
-    """`made(name, **settings)`: closed with the test."""
+def folder(tmp_path):
+    return tmp_path / "trace"
+
+
+@pytest.fixture
+def make(folder):
+    """`make(name, **settings)`: lines that are closed with the test."""
     opened = []
 
-    def make(name="trainer", **settings):
-        opened.append(Lines(tmp_path / "trace", name, **{"most_bytes": MANY, **settings}))
+    def open_lines(name="trainer", **settings):
+        opened.append(Lines(folder, name, **{"most_bytes": 10**9, **settings}))
         return opened[-1]
 
-    yield make
+    yield open_lines
     for one in opened:
         one.close()
 
 
-def whole(path: Path) -> list:
-    """Every line must be JSON."""
+def read(path: Path) -> list:
+    """Return the values of a file. Every line must be JSON."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def all_of(folder: Path) -> list:
-    return [value for file in files_of(folder) for value in whole(file.path)]
-
-
-def until(holds) -> None:
+def wait_until(holds) -> None:
     deadline = time.monotonic() + WAIT_S
     while not holds():
         assert time.monotonic() < deadline, "it did not happen"
@@ -54,128 +54,103 @@ def until(holds) -> None:
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_added_is_in_the_file_soon_without_anybody_asking(made):
-    lines = made()
+def test_added_items_are_in_the_file_soon(make):
+    lines = make()
     assert not lines.path.parent.exists(), "nothing is created before there is something to write"
     lines.add({"number": 1})
     lines.add({"number": 2})
-    until(lambda: lines.path.exists() and len(whole(lines.path)) == 2)
+    wait_until(lambda: lines.path.exists() and len(read(lines.path)) == 2)
     lines.add({"number": 3})
-    until(lambda: len(whole(lines.path)) == 3)
-    assert whole(lines.path) == [{"number": 1}, {"number": 2}, {"number": 3}]
+    wait_until(lambda: len(read(lines.path)) == 3)
+    assert read(lines.path) == [{"number": 1}, {"number": 2}, {"number": 3}]
     assert lines.path.name == f"trainer-{os.getpid()}.jsonl"
 
 
-def test_many_lines_do_not_wait_for_the_second_to_pass(made, monkeypatch):
+def test_many_items_are_written_at_once_and_items_after_the_end_are_counted(make, monkeypatch):
     monkeypatch.setattr(lines_module, "FLUSH_EVERY_S", 3600.0)
-    lines = made()
-    for number in range(3 * lines_module.FLUSH_ITEMS):
+    lines = make()
+    numbers = range(3 * lines_module.FLUSH_ITEMS)
+    for number in numbers:
         lines.add(number)
-    until(lambda: lines.path.exists() and len(whole(lines.path)) >= lines_module.FLUSH_ITEMS)
+    wait_until(lambda: lines.path.exists() and len(read(lines.path)) >= lines_module.FLUSH_ITEMS)
     lines.close()
-    assert whole(lines.path) == list(range(3 * lines_module.FLUSH_ITEMS))
-    assert lines.lost == 0
+    lines.close()
+    assert read(lines.path) == list(numbers) and lines.lost == 0
+    lines.add(1)
+    assert lines.lost == 1
 
 
-def test_numbers_and_texts_that_json_does_not_have_are_still_a_line(made):
-    lines = made()
+def test_values_that_json_does_not_have_are_still_a_line(make):
+    lines = make()
     lines.add({"nan": math.nan, "most": math.inf, "text": "zwei\nZeilen"})
     lines.add({"half": "\ud800", "thing": Path("x"), "nan": math.nan, 7: "a number for a name"})
     lines.flush()
-    first, second = whole(lines.path)
+    first, second = read(lines.path)
     assert first == {"nan": None, "most": None, "text": "zwei\nZeilen"}
     assert (second["thing"], second["nan"], second["7"]) == ("x", None, "a number for a name")
 
 
-def test_an_item_that_cannot_be_rendered_costs_itself(made):
-    lines = made(render=lambda number: b"%d\n" % (6 // number))
-    for number in (1, 0, 3):
+def test_an_item_that_cannot_be_rendered_or_stored_costs_only_itself(make):
+    lines = make(most_bytes=200, render=lambda number: b"%d\n" % (6 // number) * (200 if number == 3 else 1))
+    for number in (1, 0, 3, 6):
         lines.add(number)
     lines.flush()
-    assert whole(lines.path) == [6, 2]
-    assert lines.lost == 1
-
-
-def test_after_its_end_nothing_is_written_and_all_is_counted(made):
-    lines = made()
-    lines.add(1)
-    lines.close()
-    lines.close()
-    lines.add(2)
-    assert (whole(lines.path), lines.lost) == ([1], 1)
+    assert (read(lines.path), lines.lost) == ([6, 1], 2)
 
 
 # -- bounds -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_newest_are_kept_within_the_bound(made, tmp_path):
-    lines = made(most_bytes=2000)
+@pytest.mark.parametrize("keeps_head", [False, True])
+def test_the_newest_lines_are_kept_within_the_bound_and_the_start_if_wanted(make, folder, keeps_head):
+    most_bytes = 4000
+    lines = make(most_bytes=most_bytes, keeps_head=keeps_head)
     for number in range(1000):
         lines.add({"number": number})
-        if number % 7 == 0:
+        if keeps_head:
             lines.flush()
-            assert sum(file.size for file in files_of(tmp_path / "trace")) <= 2000
-    lines.flush()
-    kept = [row["number"] for row in all_of(tmp_path / "trace")]
-    assert kept == list(range(1000 - len(kept), 1000)), "the newest, without a gap, in order"
-    assert len(kept) * 16 > 800, "about half of the bound at least"
-    names = sorted(file.path.name for file in files_of(tmp_path / "trace"))
-    assert names == [f"trainer-{os.getpid()}.1.jsonl", f"trainer-{os.getpid()}.jsonl"]
-    assert lines.lost == 0
+            assert sum(file.size for file in files_of(folder)) <= most_bytes
+    lines.flush()  # much more than a file has room for
+    files = files_of(folder)
+    assert sum(file.size for file in files) <= most_bytes
+    names = {f"trainer-{os.getpid()}{part}.jsonl" for part in ("", ".1", *([".0"] if keeps_head else []))}
+    assert {file.path.name for file in files} == names and lines.lost == 0
+    first = [row["number"] for file in files if file.is_head for row in read(file.path)]
+    newest = [row["number"] for file in files if not file.is_head for row in read(file.path)]
+    assert newest == list(range(1000 - len(newest), 1000)), "the newest, without a gap, in order"
+    assert first == list(range(len(first))) and bool(first) == keeps_head
+    assert (len(newest) + len(first)) * 16 > 0.4 * most_bytes
 
 
-def test_the_beginning_is_kept_beside_the_newest(made, tmp_path):
-    lines = made("rollouter-0", most_bytes=4000, keeps_head=True)
-    for number in range(1000):
-        lines.add({"number": number})
-        lines.flush()
-    assert sum(file.size for file in files_of(tmp_path / "trace")) <= 4000
-    head, *rest = sorted(files_of(tmp_path / "trace"), key=lambda file: (file.part is None, file.part))
-    first = [row["number"] for row in whole(head.path)]
-    assert head.is_head and first == list(range(len(first))) and len(first) * 16 > 500
-    newest = [row["number"] for file in rest for row in whole(file.path)]
-    assert newest == list(range(1000 - len(newest), 1000))
-
-
-def test_what_no_file_has_room_for_is_counted(made):
-    lines = made(most_bytes=200)
-    lines.add("x" * 300)
-    lines.add("y")
-    lines.flush()
-    assert (whole(lines.path), lines.lost) == (["y"], 1)
-
-
-def test_files_of_processes_before_it_count_for_the_bound(made, tmp_path):
-    folder = tmp_path / "trace"
+def test_files_of_earlier_processes_count_for_the_bound(make, folder):
     folder.mkdir()
     for age, name in enumerate(["trainer-12.jsonl", "trainer-11.1.jsonl", "trainer-11.jsonl", "rollouter-0-9.jsonl"]):
         (folder / name).write_text("1\n" * 200)
         os.utime(folder / name, (1000 + age, 1000 + age))
-    lines = made(most_bytes=1000)
+    lines = make(most_bytes=1000)
     lines.add(2)
     lines.flush()
     left = {file.path.name for file in files_of(folder)}
-    assert left == {"trainer-11.jsonl", "rollouter-0-9.jsonl", lines.path.name}, "the oldest went, and no other's"
+    assert left == {"trainer-11.jsonl", "rollouter-0-9.jsonl", lines.path.name}, "the oldest of this name went"
 
 
-def test_the_file_of_one_that_died_in_a_runs_beginning_is_that_beginning(made, tmp_path):
-    folder = tmp_path / "trace"
+def test_the_start_of_a_run_survives_a_process_that_died_in_it(make, folder):
     folder.mkdir()
     (folder / "rollouter-0-12.jsonl").write_text('"first"\n')
-    lines = made("rollouter-0", most_bytes=1000, keeps_head=True)
+    lines = make("rollouter-0", most_bytes=1000, keeps_head=True)
     for number in range(300):
         lines.add(number)
         lines.flush()
-    assert whole(folder / "rollouter-0-12.0.jsonl") == ["first"]
+    assert read(folder / "rollouter-0-12.0.jsonl") == ["first"]
     assert [file.process for file in files_of(folder) if file.is_head] == [12]
 
 
 # -- what goes wrong --------------------------------------------------------------------------------------------------
 
 
-def test_a_full_disk_costs_lines_raises_nothing_and_ends_when_there_is_room(made, caplog):
+def test_a_full_disk_costs_lines_and_ends_when_there_is_room(make, caplog):
     caplog.set_level(logging.INFO, logger="freewheel")
-    lines = made()
+    lines = make()
     lines.path.parent.mkdir()
     lines.path.symlink_to("/dev/full")
     for number in range(10):
@@ -183,48 +158,45 @@ def test_a_full_disk_costs_lines_raises_nothing_and_ends_when_there_is_room(made
         lines.flush()
     assert lines.lost == 10
     lines.path.unlink()
-    lines.add(10)  # goes to the old file once more, which is then opened anew
+    lines.add(10)  # goes to the old file once more, which is then opened again
     lines.flush()
     lines.add(11)
     lines.flush()
-    assert (whole(lines.path), lines.lost) == ([11], 11)
+    assert (read(lines.path), lines.lost) == ([11], 11)
     said = [record.getMessage() for record in caplog.records]
     assert sum("cannot be written (No space left on device): lines are lost" in text for text in said) == 1
     assert any("can be written again; 11 lines were lost" in text for text in said)
 
 
-def test_a_folder_that_cannot_be_made_costs_lines_and_nothing_else(made, tmp_path):
-    (tmp_path / "trace").write_text("in its place")
-    lines = made()
-    for number in range(5):
-        lines.add(number)
+def test_a_folder_that_cannot_be_made_costs_lines_and_nothing_else(make, folder):
+    folder.write_text("in its place")
+    lines = make()
+    lines.add(1)
     lines.flush()
-    assert lines.lost == 5
-    (tmp_path / "trace").unlink()
-    lines.add(5)
+    folder.unlink()
+    lines.add(2)
     lines.flush()
-    assert whole(lines.path) == [5]
+    assert (read(lines.path), lines.lost) == ([2], 1)
 
 
-def test_a_disk_that_hangs_holds_up_nobody_who_adds(made, monkeypatch):
-    monkeypatch.setattr(lines_module, "MOST_WAITING", 10)
-    lines = made()
-    with lines._lock:  # who writes does not come back
-        for number in range(25):
-            lines.add(number)
-    lines.flush()
-    assert (whole(lines.path), lines.lost) == (list(range(10)), 15)
-
-
-def test_a_link_in_its_place_is_not_followed(made, tmp_path):
-    lines = made()
+def test_a_link_in_its_place_is_not_followed(make, tmp_path):
+    lines, target = make(), tmp_path / "mine"
     lines.path.parent.mkdir()
-    target = tmp_path / "mine"
     target.write_text("untouched")
     lines.path.symlink_to(target)
     lines.add(1)
     lines.flush()
     assert (target.read_text(), lines.lost) == ("untouched", 1)
+
+
+def test_a_hanging_disk_delays_nobody_who_adds(make, monkeypatch):
+    monkeypatch.setattr(lines_module, "MOST_WAITING", 10)
+    lines = make()
+    with lines._lock:  # the writing thread does not come back
+        for number in range(25):
+            lines.add(number)
+    lines.flush()
+    assert (read(lines.path), lines.lost) == (list(range(10)), 15)
 
 
 WRITER = """
@@ -240,11 +212,11 @@ for number in itertools.count():
 """
 
 
-def test_a_kill_leaves_files_that_can_be_read_and_processes_do_not_mix(tmp_path):
+def test_killed_processes_leave_readable_files_that_do_not_mix(tmp_path):
     names = ["alpha", "beta-0", "beta-1"]
     writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), name, "200000"]) for name in names]
     try:
-        until(lambda: sum(file.part == 1 for file in files_of(tmp_path)) == len(writers))
+        wait_until(lambda: sum(file.part == 1 for file in files_of(tmp_path)) == len(writers))
     finally:
         for writer in writers:
             writer.send_signal(signal.SIGKILL)
@@ -259,21 +231,20 @@ def test_a_kill_leaves_files_that_can_be_read_and_processes_do_not_mix(tmp_path)
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_line_that_is_not_whole_is_passed_over(tmp_path):
+def test_an_incomplete_line_is_skipped(tmp_path):
     path = tmp_path / "main-1.jsonl"
     deep, no_text = b"[" * 100_000 + b"]" * 100_000, b'{"d": "\xff"}'
     path.write_bytes(b'{"a": 1}\nnot json\n\xff\xfe\n\n' + no_text + b"\n" + deep + b'\n{"b": 2}\n{"c": ')
-    assert list(read_lines(path)) == [{"a": 1}, {"b": 2}]
+    refused = []
+    assert list(read_lines(path, refused=lambda: refused.append(1))) == [{"a": 1}, {"b": 2}]
+    assert len(refused) == 5, "all but the last, which may become complete"
     assert list(read_lines(tmp_path / "missing")) == []
 
 
-def test_only_files_of_the_form_are_taken_for_ours(tmp_path):
+def test_only_files_of_our_form_are_ours(tmp_path):
     for name in ("main-1.jsonl", "rollouter-10-7.1.jsonl", "main-1.2.jsonl", "main.jsonl", "main-1.json", "notes.txt"):
         (tmp_path / name).write_text("1\n")
     (tmp_path / "main-2.jsonl").symlink_to("/etc/passwd")
     (tmp_path / "main-3.jsonl").mkdir()
-    assert {(file.name, file.process, file.part) for file in files_of(tmp_path)} == {
-        ("main", 1, None),
-        ("rollouter-10", 7, 1),
-    }
-    assert files_of(tmp_path / "missing") == []
+    found = {(file.name, file.process, file.part) for file in files_of(tmp_path)}
+    assert found == {("main", 1, None), ("rollouter-10", 7, 1)} and files_of(tmp_path / "missing") == []

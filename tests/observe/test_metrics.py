@@ -44,7 +44,7 @@ def test_promised_names_exist_and_each_name_has_one_meaning():
     assert len(describe()) == len(METRICS)
 
 
-def test_the_page_has_exactly_these_metrics():
+def test_the_docs_list_exactly_these_metrics():
     rows = re.findall(
         r"^\| `([^`]+)` \| ([^|]*) \| ([^|]*) \| ([^|]*) \|$", (ROOT / "docs/metrics.md").read_text(), re.M
     )

@@ -1,9 +1,8 @@
-"""Samples: as text, cut where the version changes, a few a second, and never a reason to lose a group."""
+"""Samples: text by version, a few per second, and never a reason to lose a group."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import math
 
@@ -70,7 +69,7 @@ def test_the_pieces_joined_are_the_text_and_versions_keep_their_order(decode, gi
 # -- keeping ----------------------------------------------------------------------------------------------------------
 
 
-def test_at_most_so_many_per_second_are_kept_and_the_others_are_not_built(tmp_path, clock):
+def test_a_limited_number_per_second_is_kept_and_the_others_are_not_built(tmp_path, clock):
     kept = Samples(tmp_path, "rollouter-0", per_s=2.0, most_bytes=10**9, clock=clock)
     made = []
 
@@ -99,19 +98,15 @@ def test_a_sample_that_cannot_be_built_is_logged_once_and_skipped(tmp_path, capl
     assert list(read_samples(tmp_path)) == [{"ordinal": 1}]
 
 
-@pytest.mark.parametrize(("per_s", "most_bytes"), [(0.0, 1000), (1.0, 0)])
-def test_none_are_kept_where_none_are_wanted(tmp_path, per_s, most_bytes):
-    samples.offer(lambda: {"ordinal": 1})
-    attach_samples(tmp_path, "rollouter-0", per_s=per_s, most_bytes=most_bytes)
-    samples.offer(lambda: {"ordinal": 1})
-    detach_samples()
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_row_of_any_kind_can_be_kept(tmp_path):
+def test_any_row_can_be_kept_and_none_are_kept_unless_requested(tmp_path):
+    for settings in ({"per_s": 0.0, "most_bytes": 1000}, {"per_s": 1.0, "most_bytes": 0}):
+        samples.offer(lambda: {"ordinal": 1})
+        attach_samples(tmp_path, "rollouter-0", **settings)
+        samples.offer(lambda: {"ordinal": 1})
+        detach_samples()
+        assert not list(tmp_path.iterdir())
     attach_samples(tmp_path, "rollouter-0", per_s=1.0, most_bytes=10**9)
     samples.offer(lambda: {"row": {"thing": object, "text": "\ud800", "odd": {1: {2}}}})
     detach_samples()
-    (path,) = (tmp_path / "samples").iterdir()
-    (line,) = path.read_text().splitlines()
-    assert json.loads(line)["row"]["odd"] == {"1": [2]}
+    (sample,) = read_samples(tmp_path)
+    assert sample["row"]["odd"] == {"1": [2]}

@@ -1,4 +1,4 @@
-"""The trace: what is told of, as events that viewers take, and put together into one."""
+"""Traces: spans and phases as events, and all files of a run as one trace for viewers."""
 
 from __future__ import annotations
 
@@ -58,21 +58,15 @@ def us(clock_s: float) -> int:
 # -- what is written --------------------------------------------------------------------------------------------------
 
 
-def test_a_span_is_one_event_in_microseconds_of_the_wall_clock(tmp_path, tracer):
-    one = tracer()
-    one.span("train", 101.0, 101.25, {"step": 3})
-    assert events(tmp_path, one) == [
-        {"ph": "X", "cat": "span", "name": "train", "pid": "trainer", "tid": "main"}
-        | {"ts": us(101.0), "dur": 250_000, "args": {"step": 3}}
-    ]
-
-
-def test_a_phase_is_a_pair_that_ends_now(tmp_path, tracer, clock):
-    one = tracer("rollouter-0")
+def test_a_span_is_one_event_and_a_phase_a_pair_that_ends_now(tmp_path, tracer, clock):
+    trainer, rollouter = tracer(), tracer("rollouter-0")
+    trainer.span("train", 101.0, 101.25, {"step": 3})
     clock.now = 110.5
-    one.phase("score", 17, 110.0, {"index": 2, "status": "scored"})
+    rollouter.phase("score", 17, 110.0, {"index": 2, "status": "scored"})
+    main = {"pid": "trainer", "tid": "main"}
     same = {"cat": "group", "id": 17, "name": "score", "pid": "rollouter-0", "tid": "groups"}
-    assert events(tmp_path, one) == [
+    assert events(tmp_path, trainer, rollouter) == [
+        {"ph": "X", "cat": "span", "name": "train", **main, "ts": us(101.0), "dur": 250_000, "args": {"step": 3}},
         {"ph": "b", **same, "ts": us(110.0), "args": {"index": 2, "status": "scored"}},
         {"ph": "e", **same, "ts": us(110.5)},
     ]
@@ -89,7 +83,7 @@ def test_every_so_many_groups_are_traced(tmp_path, tracer, every, traced):
     assert [event["name"] for event in found if event["ph"] == "X"] == ["train"]
 
 
-def test_odd_names_and_texts_are_json_all_the_same(tmp_path, tracer):
+def test_any_name_and_text_is_valid_json(tmp_path, tracer):
     one = tracer('a "b"\\')
     one.instant('rollouter-0 died:\n"\ud800"')
     one.counter("groups", {"queue_size": 3, "in_progress": float("nan")})
@@ -101,7 +95,7 @@ def test_odd_names_and_texts_are_json_all_the_same(tmp_path, tracer):
     assert span["tid"] == 'r "0"'
 
 
-async def test_spans_of_a_component_become_events_and_tasks_that_wait_at_once_one(tmp_path, clock):
+async def test_tasks_that_wait_together_are_one_event(tmp_path, clock):
     attach_trace(tmp_path, "trainer", every=1, most_bytes=10**9)
     spans = Spans(on_close=trace.span)
 
@@ -117,19 +111,19 @@ async def test_spans_of_a_component_become_events_and_tasks_that_wait_at_once_on
     assert [(event["name"], event["args"]) for event in found] == [("wait_batch", {}), ("train", {"step": 4})]
 
 
-def test_without_attaching_nothing_happens_and_nothing_is_made(tmp_path):
-    trace.span("train", 0.0, 1.0, {})
-    trace.phase("train", 1, 0.0, step=1)
-    trace.instant("hello")
-    trace.counter("groups", queue_size=1)
+def test_a_process_traces_at_most_one_run(tmp_path):
+    def report():
+        trace.span("train", 0.0, 1.0, {})
+        trace.phase("train", 1, 0.0, step=1)
+        trace.instant("hello")
+        trace.counter("groups", queue_size=1)
+
+    report()
     attach_trace(tmp_path, "main", every=1, most_bytes=0)
-    trace.instant("hello")
+    report()
     detach_trace()
     detach_trace()
     assert not list(tmp_path.iterdir())
-
-
-def test_a_process_traces_one_run_at_a_time(tmp_path):
     for name in ("a", "b"):
         attach_trace(tmp_path / name, "main", every=1, most_bytes=10**9)
         trace.instant(name)
@@ -140,29 +134,19 @@ def test_a_process_traces_one_run_at_a_time(tmp_path):
 # -- put together -----------------------------------------------------------------------------------------------------
 
 
-def test_names_become_numbers_that_are_explained(tmp_path, tracer):
-    parts = [tracer(name) for name in ("rollouter-10", "rollouter-2", "trainer", "sync", "main")]
-    for one in parts:
-        one.span("x", 100.0, 101.0, {})
+def test_names_become_numbers_and_overlapping_spans_get_their_own_track(tmp_path, tracer):
+    for one in map(tracer, ("rollouter-10", "rollouter-2", "trainer", "sync", "main")):
+        one.span("train", 100.0, 102.0, {})
+        one.span("save", 101.0, 103.0, {})
+        one.span("train", 102.0, 104.0, {})
         one.lines.flush()
-    assert components(tmp_path) == ["main", "trainer", "sync", "rollouter-2", "rollouter-10"]
+    names = ["main", "trainer", "sync", "rollouter-2", "rollouter-10"]
     found = list(merged(tmp_path))
     named = {event["pid"]: event["args"]["name"] for event in found if event["name"] == "process_name"}
-    assert list(named.values()) == components(tmp_path)
-    assert all(isinstance(event["pid"], int) and isinstance(event["tid"], int) for event in found)
-    assert {named[event["pid"]] for event in found if event["ph"] == "X"} == set(components(tmp_path))
-
-
-def test_what_goes_on_beside_the_rest_has_a_track_of_its_own(tmp_path, tracer):
-    one = tracer()
-    one.span("train", 100.0, 102.0, {})
-    one.span("save", 101.0, 103.0, {})
-    one.span("train", 102.0, 104.0, {})
-    one.lines.flush()
-    found = list(merged(tmp_path))
+    assert list(named.values()) == components(tmp_path) == names
     tracks = {(event["pid"], event["tid"]): event["args"]["name"] for event in found if event["name"] == "thread_name"}
     shown = [(event["name"], tracks[event["pid"], event["tid"]]) for event in found if event["ph"] == "X"]
-    assert shown == [("train", "main"), ("save", "save"), ("train", "main")]
+    assert shown == [("train", "main"), ("save", "save"), ("train", "main")] * 5
 
 
 def test_phases_that_overlap_within_a_group_can_be_told_apart(tmp_path, tracer, clock):
@@ -196,7 +180,7 @@ END = '{"ph":"e","cat":"group","id":%d,"name":"store","pid":"trainer","tid":"gro
         [GOOD.replace('"trainer"', '"somebody else"')],
     ],
 )
-def test_halves_of_pairs_and_what_is_no_event_are_passed_over(tmp_path, lines):
+def test_incomplete_pairs_and_invalid_events_are_skipped(tmp_path, lines):
     (tmp_path / "trace").mkdir()
     text = "\n".join([*lines, GOOD, BEGIN % (9, 7), END % (9, 8)]) + "\n"
     (tmp_path / "trace" / "trainer-1.jsonl").write_text(text)
@@ -247,7 +231,7 @@ def test_the_command_writes_what_viewers_open_and_imports_nothing_heavy(run_dir,
     assert {one.stat().st_mode & 0o777 for one in (output, zipped)} == {0o600}
 
 
-def test_the_command_says_what_is_missing(run_dir, tmp_path):
+def test_the_command_reports_what_is_missing(run_dir, tmp_path):
     for name in ("untraced", "unreadable"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.yaml").write_text("{}\n")
@@ -298,7 +282,7 @@ def test_a_trace_that_cannot_be_read_is_not_reported_as_an_output_that_cannot_be
 # -- the page ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_page_has_exactly_these_events():
+def test_the_docs_list_exactly_these_events():
     text = (ROOT / "docs/dashboard.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| (span|group|counter) \| (\w+) \| ([^|]*) \| ([^|]*) \|$", text, re.M)
     assert [

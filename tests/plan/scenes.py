@@ -16,12 +16,11 @@ from freewheel.plan.scene import (
     Scene,
     Scores,
     Training,
-    Uniform,
     Weights,
 )
 from freewheel.queue.staleness import Bounds
 
-INSTANT = HandOver(linger_s=0.0, interval_s=0.0)
+INSTANT = HandOver(linger_s=0.0)
 """Messages that cost nothing."""
 
 
@@ -58,16 +57,15 @@ def scene(mode: str = "fully_async", **changes: Any) -> Scene:
 
 lengths = st.one_of(
     st.integers(1, 50).map(lambda tokens: Constant(float(tokens))),
-    st.tuples(st.floats(1, 20), st.floats(0, 40)).map(lambda pair: Uniform(pair[0], pair[0] + pair[1])),
     st.tuples(st.floats(2, 40), st.floats(0.1, 1.5)).map(lambda pair: Lognormal(pair[0], pair[1], 200.0)),
-    st.lists(st.integers(1, 100), min_size=1, max_size=8).map(lambda values: Measured.of([float(v) for v in values])),
+    st.lists(st.integers(1, 100), min_size=1, max_size=8).map(lambda values: Measured(tuple(map(float, values)))),
 )
 seconds = st.floats(0, 2)
 scores = st.one_of(
     st.just(Scores()),
-    seconds.map(lambda s: Scores(latency_s=Uniform(0.5 * s, 1.5 * s))),
+    seconds.map(lambda s: Scores(latency_s=Measured((0.5 * s, s, 1.5 * s)))),
     st.tuples(st.floats(0.05, 1), st.integers(2, 40)).map(
-        lambda pair: Scores(latency_s=Constant(pair[0]), knee=pair[1], refuse_above=2 * pair[1])
+        lambda pair: Scores(latency_s=Constant(pair[0]), knee=pair[1])
     ),
     st.tuples(st.floats(0.05, 1), st.floats(5, 60)).map(
         lambda pair: Scores(latency_s=Constant(pair[0]), rate_per_s=pair[1])
@@ -100,15 +98,12 @@ def scenes(draw: st.DrawFn) -> Scene:
         training=Training(
             base_s=draw(st.floats(0.01, 2)),
             per_token_s=draw(st.floats(0, 0.001)),
-            varies=Uniform(0.8, 1.2),
+            varies=Measured((0.8, 1.0, 1.2)),
             pack_s=draw(st.floats(0, 0.2)),
         ),
         weights=Weights(transfer_s=draw(st.floats(0, 0.3)), pause_s=draw(st.floats(0, 0.3))),
         hand_over=HandOver(
-            admit_s=draw(st.floats(0, 0.05)),
-            put_s=draw(st.floats(0, 0.05)),
-            take_s=draw(st.floats(0, 0.05)),
-            commit_s=draw(st.floats(0, 0.05)),
+            message_s=draw(st.floats(0, 0.05)),
             linger_s=draw(st.floats(0, 0.1)),
             interval_s=draw(st.sampled_from([0.0, 0.1])),
         ),

@@ -1,21 +1,79 @@
-"""What holds a run up, in words: who is named, the number, and nothing that was not measured."""
+"""The verdict names what limits a run and what would help, with a number, and claims nothing that was not measured."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freewheel.runtime.bottleneck import UNMEASURED, Scoring, Setting, verdict
+from freewheel.runtime.bottleneck import (
+    LEAST_SHARE,
+    OVER_S,
+    UNMEASURED,
+    Lift,
+    Scoring,
+    Setting,
+    Watching,
+    capacities,
+    held_back,
+    in_turns,
+    in_use,
+    lessened,
+    overlapped,
+    streaming,
+    verdict,
+    without,
+)
 
 STREAMING = Setting(mode="fully_async", replicas=3, threshold=3, save_every_steps=20)
+SHARE = st.floats(0, 1)
+MODES, THRESHOLDS = st.sampled_from(["sync", "one_step_off", "fully_async"]), st.none() | st.integers(0, 3)
 
 
 def of(trainer, rollouter, setting=STREAMING, scoring=None):
     return verdict({"trainer": trainer, "rollouter": rollouter}, setting, scoring)
+
+
+# -- the steady state -------------------------------------------------------------------------------------------------
+
+PARTS = st.dictionaries(st.sampled_from(["generation", "judge", "training", "sync"]), st.floats(0.01, 1e4), min_size=1)
+BUSY = st.dictionaries(st.sampled_from(["generation", "judge", "training"]), SHARE, min_size=1)
+
+
+@given(PARTS, st.sampled_from(["generation", "judge", "training", "sync"]), st.floats(1, 10))
+def test_a_pipeline_is_as_fast_as_its_slowest_part_and_no_faster_part_slows_it_down(parts, part, factor):
+    name, rate = streaming(parts)
+    assert parts[name] == rate == min(parts.values())
+    assert in_turns(parts) <= rate * (1 + 1e-9)
+    faster = {**parts, part: parts[part] * factor} if part in parts else parts
+    assert streaming(faster)[1] >= rate and in_turns(faster) >= in_turns(parts) * (1 - 1e-9)
+
+
+@given(BUSY, st.sampled_from(["generation", "judge", "training"]), st.floats(0.1, 100))
+def test_the_gain_of_a_faster_part_ends_where_the_next_part_is_always_busy(busy, part, rate):
+    found = capacities(rate, busy)
+    assert set(found) == {part for part, share in busy.items() if share >= LEAST_SHARE}
+    assert all(capacity >= rate * (1 - 1e-9) for capacity in found.values())
+    lift = without(busy, part)
+    others = [share for name, share in busy.items() if name != part and share >= LEAST_SHARE]
+    if not others:
+        assert lift == Lift(math.inf, "")
+    else:
+        assert lift.factor * max(others) == pytest.approx(max(1.0, max(others))) and lift.then != part
+
+
+@given(SHARE, SHARE, st.floats(1, 10))
+def test_less_of_an_overhead_gains_at_most_its_share_and_at_most_the_bound(share, by, most):
+    lift = lessened(share, by, Lift(most, "training"))
+    assert 1 <= lift.factor <= most + 1e-9
+    assert lift.factor <= 1 / max(1 - share * by, LEAST_SHARE) + 1e-9
+    assert overlapped({"generation": 0.5, "training": 0.4}) == Lift(2.0, "generation")
+
+
+# -- who is named -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -26,11 +84,11 @@ def of(trainer, rollouter, setting=STREAMING, scoring=None):
         ({"train": 0.98, "wait_batch": 0.02}, {"generate": 0.6, "wait_room": 0.4}, "training", 0.4),
         ({"train": 0.95, "wait_batch": 0.05}, {"generate": 0.93, "wait_room": 0.07}, "balanced", 0.07),
         ({"train": 0.0, "wait_batch": 0.05}, {"generate": 1.0}, "unmeasured", 0.0),
-        # a judge that takes its time: the trainer starves and nothing is generated
+        # a slow judge: the trainer starves and nothing is generated
         ({"train": 0.2, "wait_batch": 0.8}, {"generate": 0.3, "wait_reward": 0.7, "wait_room": 0.0}, "reward", 0.7),
-        # a judge that is slow but hidden: nobody waits for it
+        # a slow but hidden judge: nobody waits for it
         ({"train": 0.97, "wait_batch": 0.03}, {"generate": 0.5, "wait_reward": 0.3, "wait_room": 0.2}, "training", 0.2),
-        # by turns, as in mode sync: the longer of the two
+        # in turns, as in mode sync: the longer of the two
         ({"train": 0.3, "wait_batch": 0.7}, {"generate": 0.7, "wait_room": 0.3}, "generation", 0.7),
         ({"train": 0.7, "wait_batch": 0.3}, {"generate": 0.3, "wait_room": 0.7}, "training", 0.7),
         # weights and checkpoints
@@ -39,125 +97,196 @@ def of(trainer, rollouter, setting=STREAMING, scoring=None):
         # generation is not charged with the time in which engines load weights
         ({"train": 0.4, "wait_batch": 0.6}, {"generate": 0.8, "load_weights": 0.2}, "generation", 0.4),
         ({"train": 0.6, "save": 0.4}, {"generate": 0.7, "wait_room": 0.3}, "save", 0.4),
-        # engines that pause while the trainer never starves hold nobody up
+        # engines that pause while the trainer never starves delay nobody
         ({"train": 1.0, "wait_batch": 0.0}, {"generate": 0.7, "load_weights": 0.3}, "balanced", 0.0),
-        # a checkpoint that is written while training goes on costs nothing
+        # a checkpoint that is written during training costs nothing
         ({"train": 0.95, "save": 0.6, "wait_batch": 0.05}, {"generate": 0.98, "wait_room": 0.02}, "balanced", 0.05),
     ],
 )
-def test_who_is_waited_for_is_named(trainer, rollouter, named, share):
+def test_the_part_that_others_wait_for_is_named(trainer, rollouter, named, share):
     found = of(trainer, rollouter)
     assert found.bound == named and found.share == pytest.approx(share)
     assert str(found) == found.sentence
 
 
+def test_rollouters_are_averaged_and_one_side_alone_gives_no_verdict():
+    several = {"rollouter-0": {"generate": 1.0}, "rollouter-1": {"generate": 0.4, "wait_room": 0.6}}
+    assert str(verdict({"trainer": {"train": 1.0}, **several}, STREAMING)).startswith("training-bound: 30%")
+    for waits in ({}, {"trainer": {"train": 1.0}}, {"rollouter": {"generate": 1.0}}):
+        assert str(verdict(waits, STREAMING)) == UNMEASURED
+
+
+# -- what would help --------------------------------------------------------------------------------------------------
+
 JUDGED = {"train": 0.38, "wait_batch": 0.62}, {"generate": 0.526, "wait_reward": 0.62}
+SLOW = Scoring(is_judge=True, per_s=47.4, latency_s=1.25, held_back=0.1)
+STARVED = {"train": 0.1, "wait_batch": 0.9}
 
 
-def test_a_judge_with_a_limit_is_told_the_rate_that_would_help():
-    scoring = Scoring(is_judge=True, per_s=47.4, latency_s=1.0, held_back=1.0)
-    assert str(of(*JUDGED, scoring=scoring)) == (
-        "judge-bound: 62% of trainer time waits for verdicts; raising its rate limit to 90/s would lift throughput 1.9x"
-        ", where generation is the limit"
+@pytest.mark.parametrize(
+    ("waits", "setting", "scoring", "words"),
+    [
+        (
+            JUDGED,
+            STREAMING,
+            Scoring(is_judge=True, per_s=47.4, latency_s=1.0, held_back=1.0),
+            "judge-bound: 62% of trainer time waits for verdicts; raising its rate limit to 90/s would lift throughput "
+            "1.9x, where generation is the limit",
+        ),
+        (
+            JUDGED,
+            STREAMING,
+            SLOW,
+            "judge-bound: 62% of trainer time waits for verdicts; async_training.staleness_threshold above 3, which "
+            "hides its latency of 1.2 s, or a faster judge could lift throughput 1.9x, where generation is the limit",
+        ),
+        (
+            JUDGED,
+            Setting(threshold=None),
+            SLOW,
+            "async_training.staleness_threshold raised, which hides its latency of 1.2 s, or a faster judge",
+        ),
+        (JUDGED, STREAMING, Scoring(is_judge=True), "(its rate was not measured) could"),
+        (JUDGED, STREAMING, Scoring(is_judge=True, per_s=47.4), "raising its rate limit to 90/s could lift"),
+        (
+            JUDGED,
+            STREAMING,
+            Scoring(per_s=500.0, held_back=1.0),
+            "raising reward.concurrency or reward.workers for 951/s would",
+        ),
+        (
+            ({"train": 0.0, "wait_batch": 1.0}, {"generate": 0.0, "wait_reward": 1.0}),
+            STREAMING,
+            None,
+            "not known: no other part has been seen at work",
+        ),
+        (
+            # the judge's limit is in use while a few groups are in generation
+            ({"train": 0.33, "wait_batch": 0.67}, {"generate": 0.95, "wait_room": 0.05}),
+            STREAMING,
+            Scoring(is_judge=True, per_s=5.0, held_back=1.0, slots_in_use=0.2),
+            "judge-bound: 67% of trainer time waits for verdicts; raising its rate limit to 15/s would lift throughput "
+            "3.0x",
+        ),
+        (
+            ({"train": 0.33, "wait_batch": 0.67}, {"generate": 0.95, "wait_room": 0.05}),
+            STREAMING,
+            Scoring(is_judge=True, per_s=5.0, held_back=0.0, slots_in_use=0.2),
+            "generation-bound: ",
+        ),
+        (
+            ({"train": 0.6, "wait_batch": 0.4}, {"generate": 1.0}),
+            STREAMING,
+            None,
+            "generation-bound: 40% of trainer time waits for responses; 1.7x the generation speed (5 replicas instead "
+            "of 3) would lift throughput up to 1.7x, where training is the limit",
+        ),
+        (
+            ({"train": 0.98}, {"generate": 0.6, "wait_room": 0.4}),
+            STREAMING,
+            None,
+            "training-bound: 40% of generation time is held back so that samples stay fresh; 1.7x the training speed "
+            "would lift throughput up to 1.7x, where generation is the limit",
+        ),
+        (
+            ({"train": 0.4, "wait_batch": 0.6}, {"generate": 0.5, "wait_room": 0.5}),
+            Setting(mode="sync"),
+            None,
+            "generation-bound: 60% of trainer time waits for responses; mode=fully_async would lift throughput up to "
+            "2.0x, where generation is the limit",
+        ),
+        (
+            ({"train": 0.5, "pack": 0.4, "wait_batch": 0.1}, {"generate": 0.5, "wait_room": 0.3}),
+            STREAMING,
+            None,
+            "async_training.sync_every_steps = 2 would lift throughput 1.2x",
+        ),
+        (
+            ({"train": 0.6, "save": 0.4}, {"generate": 0.5, "wait_room": 0.3}),
+            STREAMING,
+            None,
+            "trainer.save_every_steps = 40 would lift throughput 1.2x",
+        ),
+        (
+            ({"train": 0.85, "wait_batch": 0.15}, {"generate": 0.97, "wait_reward": 0.15}),
+            STREAMING,
+            None,
+            "there is little to gain, as generation is busy 97% of the time",
+        ),
+        (
+            ({"train": 0.5, "wait_batch": 0.5}, {"generate": 1.0}),
+            STREAMING,
+            Scoring(is_judge=True, in_use=0.8),
+            "1.2x, where the judge is the limit",
+        ),
+        (
+            ({"train": 0.5, "wait_batch": 0.5}, {"generate": 1.0}),
+            STREAMING,
+            Scoring(is_judge=True, in_use=0.99),
+            "there is little to gain, as the judge is busy 99% of the time",
+        ),
+        (
+            ({"train": 0.5, "wait_batch": 0.5}, {"generate": 1.0}),
+            STREAMING,
+            Scoring(is_judge=True),
+            "2.0x, where training is the limit",
+        ),
+        # engines with too little work: more of them would have less each
+        (
+            (STARVED, {"generate": 0.8, "wait_room": 0.2}),
+            STREAMING,
+            None,
+            "; async_training.staleness_threshold above 3 or more groups a step",
+        ),
+        (
+            (STARVED, {"generate": 1.0}),
+            STREAMING,
+            Scoring(slots_in_use=0.1),
+            "; async_training.staleness_threshold above 3 or more groups a step",
+        ),
+        ((STARVED, {"generate": 1.0}), STREAMING, Scoring(slots_in_use=1.0), "(30 replicas instead of 3)"),
+    ],
+)
+def test_the_remedy_fits_what_was_measured(waits, setting, scoring, words):
+    said = str(of(*waits, setting, scoring))
+    assert words in said
+
+
+@pytest.mark.parametrize(
+    ("waits", "scoring", "lift"),
+    [
+        (({"train": 0.5, "pack": 0.4, "wait_batch": 0.1}, {"generate": 0.5, "wait_room": 0.3}), None, 1.25),
+        (({"train": 0.5, "pack": 0.4, "wait_batch": 0.1}, {"generate": 0.9, "load_weights": 0.1}), None, 1 / 0.9),
+        # time that is neither work nor waiting stays: 1 / 0.52, not 1 / 0.17
+        (({"train": 0.17, "wait_batch": 0.52}, {"generate": 0.95, "wait_reward": 0.04}), None, 1 / 0.52),
+        # its own limit is what is raised
+        (JUDGED, Scoring(is_judge=True, per_s=47.4, held_back=1.0, in_use=1.0), 1 / 0.526),
+    ],
+)
+def test_the_number_is_the_waiting_that_the_remedy_removes(waits, scoring, lift):
+    assert of(*waits, scoring=scoring).lift == pytest.approx(lift)
+
+
+@pytest.mark.parametrize("bound", ["generation", "training"])
+def test_a_threshold_of_0_means_turns_in_every_mode(bound):
+    """A faster half of a turn gains at most that half."""
+    waits = {"train": 0.4, "wait_batch": 0.6}, {"generate": 0.6, "wait_room": 0.4}
+    if bound == "training":
+        waits = {"train": 0.6, "wait_batch": 0.4}, {"generate": 0.4, "wait_room": 0.6}
+    found = of(*waits, Setting(threshold=0))
+    assert found.bound == bound and found.lift == pytest.approx(of(*waits, Setting(mode="sync")).lift)
+    assert "staleness_threshold above 0, which gives generation room, could lift throughput up to 1.7x" in str(found)
+
+
+def test_a_simulated_remedy_replaces_the_estimate():
+    waits = {"trainer": STARVED, "rollouter": {"generate": 1.0}}
+    found = verdict(
+        waits, STREAMING, tried=lambda part, speed: 3.0 if (part, round(speed)) == ("generation", 10) else 0
     )
+    assert found.lift == 3.0 and "(30 replicas instead of 3) would lift throughput 3.0x" in str(found)
+    assert "replicas" not in str(verdict(waits, STREAMING, tried=lambda part, speed: 1.0))
 
 
-def test_a_judge_that_holds_nothing_back_is_slow_and_a_higher_limit_is_not_advised():
-    scoring = Scoring(is_judge=True, per_s=47.4, latency_s=1.25, held_back=0.1)
-    assert str(of(*JUDGED, scoring=scoring)) == (
-        "judge-bound: 62% of trainer time waits for verdicts; async_training.staleness_threshold above 3, which hides"
-        " its latency of 1.2 s, or a faster judge could lift throughput 1.9x, where generation is the limit"
-    )
-
-
-def test_of_a_threshold_that_nobody_knows_no_number_is_told():
-    scoring = Scoring(is_judge=True, per_s=47.4, latency_s=1.25, held_back=0.1)
-    said = str(of(*JUDGED, Setting(threshold=None), scoring))
-    assert "async_training.staleness_threshold raised, which hides its latency of 1.2 s, or a faster judge" in said
-
-
-def test_what_is_not_measured_is_not_claimed():
-    assert "(its rate was not measured) could" in str(of(*JUDGED, scoring=Scoring(is_judge=True)))
-    unsure = str(of(*JUDGED, scoring=Scoring(is_judge=True, per_s=47.4)))
-    assert "raising its rate limit to 90/s could lift" in unsure
-    nobody = of({"train": 0.0, "wait_batch": 1.0}, {"generate": 0.0, "wait_reward": 1.0})
-    assert nobody.lift is None and "not known: no other part has been seen at work" in str(nobody)
-
-
-def test_a_judge_whose_limit_is_in_use_is_named_also_while_a_few_groups_are_in_generation():
-    trainer, rollouter = {"train": 0.33, "wait_batch": 0.67}, {"generate": 0.95, "wait_room": 0.05}
-    scoring = Scoring(is_judge=True, per_s=5.0, held_back=1.0, slots_in_use=0.2)
-    assert str(of(trainer, rollouter, scoring=scoring)).startswith(
-        "judge-bound: 67% of trainer time waits for verdicts; raising its rate limit to 15/s would lift throughput 3.0x"
-    )
-    assert of(trainer, rollouter, scoring=replace(scoring, held_back=0.0)).bound == "generation"
-
-
-def test_a_function_is_told_its_own_settings():
-    scoring = Scoring(per_s=500.0, held_back=1.0)
-    assert "raising reward.concurrency or reward.workers for 951/s would" in str(of(*JUDGED, scoring=scoring))
-
-
-def test_generation_is_told_in_replicas_and_training_in_speed():
-    assert str(of({"train": 0.6, "wait_batch": 0.4}, {"generate": 1.0})) == (
-        "generation-bound: 40% of trainer time waits for responses; 1.7x the generation speed (5 replicas instead of 3)"
-        " would lift throughput up to 1.7x, where training is the limit"
-    )
-    assert str(of({"train": 0.98}, {"generate": 0.6, "wait_room": 0.4})) == (
-        "training-bound: 40% of generation time is held back so that samples stay fresh; 1.7x the training speed would "
-        "lift throughput up to 1.7x, where generation is the limit"
-    )
-
-
-def test_a_mode_that_takes_turns_is_told_what_overlapping_would_give():
-    found = of({"train": 0.4, "wait_batch": 0.6}, {"generate": 0.5, "wait_room": 0.5}, Setting(mode="sync"))
-    assert str(found) == (
-        "generation-bound: 60% of trainer time waits for responses; mode=fully_async would lift throughput up to 2.0x, "
-        "where generation is the limit"
-    )
-
-
-def test_weights_and_checkpoints_are_told_how_many_fewer():
-    sync = of({"train": 0.5, "pack": 0.4, "wait_batch": 0.1}, {"generate": 0.5, "wait_room": 0.3})
-    assert "async_training.sync_every_steps = 2 would lift throughput 1.2x" in str(sync)
-    assert sync.lift == pytest.approx(1.25)
-    save = of({"train": 0.6, "save": 0.4}, {"generate": 0.5, "wait_room": 0.3})
-    assert "trainer.save_every_steps = 40 would lift throughput 1.2x" in str(save)
-
-
-def test_a_remedy_ends_where_the_next_part_is_busy():
-    found = of({"train": 0.5, "pack": 0.4, "wait_batch": 0.1}, {"generate": 0.9, "load_weights": 0.1})
-    assert found.bound == "sync" and found.lift == pytest.approx(1 / 0.9)
-    hopeless = of({"train": 0.85, "wait_batch": 0.15}, {"generate": 0.97, "wait_reward": 0.15})
-    assert "there is little to gain, as generation is busy 97% of the time" in str(hopeless)
-
-
-def test_a_judge_whose_limit_is_known_is_where_a_remedy_ends():
-    waits = {"train": 0.5, "wait_batch": 0.5}, {"generate": 1.0}
-    assert "1.2x, where the judge is the limit" in str(of(*waits, scoring=Scoring(is_judge=True, in_use=0.8)))
-    busy = str(of(*waits, scoring=Scoring(is_judge=True, in_use=0.99)))
-    assert "there is little to gain, as the judge is busy 99% of the time" in busy
-    assert "2.0x, where training is the limit" in str(of(*waits, scoring=Scoring(is_judge=True)))
-    bound = of(*JUDGED, scoring=Scoring(is_judge=True, per_s=47.4, held_back=1.0, in_use=1.0))
-    assert bound.lift == pytest.approx(1 / 0.526), "its own limit is what is raised"
-
-
-def test_rollouters_are_averaged():
-    waits = {
-        "trainer": {"train": 1.0},
-        "rollouter-0": {"generate": 1.0},
-        "rollouter-1": {"generate": 0.4, "wait_room": 0.6},
-    }
-    assert str(verdict(waits, STREAMING)).startswith("training-bound: 30%")
-
-
-@pytest.mark.parametrize("waits", [{}, {"trainer": {"train": 1.0}}, {"rollouter": {"generate": 1.0}}])
-def test_before_both_were_measured_nothing_is_claimed(waits):
-    assert str(verdict(waits, STREAMING)) == UNMEASURED
-
-
-SHARE = st.floats(0, 1)
-MODE, THRESHOLD = st.sampled_from(["sync", "one_step_off", "fully_async"]), st.none() | st.integers(0, 3)
 SCORING = st.builds(
     Scoring,
     is_judge=st.booleans(),
@@ -171,7 +300,7 @@ SCORING = st.builds(
 
 @st.composite
 def spent(draw, *names):
-    """Shares of one component's time, which are one in all; the last is of what has no name."""
+    """Shares of one component's time that add up to at most 1."""
     cuts = sorted(draw(st.tuples(*[SHARE] * len(names))))
     return dict(zip(names, (after - before for before, after in pairwise([0.0, *cuts])), strict=True))
 
@@ -179,11 +308,11 @@ def spent(draw, *names):
 @given(
     trainer=st.fixed_dictionaries(dict.fromkeys(("train", "wait_batch", "pack", "save"), SHARE)),
     rollouter=st.fixed_dictionaries(dict.fromkeys(("generate", "wait_reward", "wait_room", "load_weights"), SHARE)),
-    mode=MODE,
-    threshold=THRESHOLD,
+    mode=MODES,
+    threshold=THRESHOLDS,
     scoring=SCORING,
 )
-def test_whatever_was_measured_gives_one_whole_sentence(trainer, rollouter, mode, threshold, scoring):
+def test_any_measurement_gives_one_whole_sentence(trainer, rollouter, mode, threshold, scoring):
     found = of(trainer, rollouter, Setting(mode=mode, threshold=threshold), scoring)
     assert "\n" not in str(found) and "inf" not in str(found) and "nan" not in str(found)
     assert ";" in str(found) or found.bound == "unmeasured"
@@ -197,12 +326,12 @@ def test_whatever_was_measured_gives_one_whole_sentence(trainer, rollouter, mode
 @given(
     trainer=spent("train", "wait_batch", "pack"),
     rollouter=spent("generate", "wait_reward", "wait_room", "load_weights"),
-    mode=MODE,
-    threshold=THRESHOLD,
+    mode=MODES,
+    threshold=THRESHOLDS,
     scoring=SCORING,
     tried=st.none() | st.floats(0.5, 100).map(lambda found: lambda part, speed: found),
 )
-def test_no_more_is_promised_than_the_waiting_of_the_other_side(trainer, rollouter, mode, threshold, scoring, tried):
+def test_a_verdict_promises_at_most_the_waiting_of_the_other_side(trainer, rollouter, mode, threshold, scoring, tried):
     waits = {"trainer": trainer, "rollouter": rollouter}
     found = verdict(waits, Setting(mode=mode, threshold=threshold), scoring, tried=tried)
     if found.lift is None or found.bound == "balanced":
@@ -213,40 +342,110 @@ def test_no_more_is_promised_than_the_waiting_of_the_other_side(trainer, rollout
     assert found.lift * (1 - wait) <= 1 + 1e-6
 
 
-def test_time_that_is_neither_work_nor_waiting_is_not_taken_away():
-    found = of({"train": 0.17, "wait_batch": 0.52}, {"generate": 0.95, "wait_reward": 0.04})
-    assert found.lift == pytest.approx(1 / 0.52), "and not 1 / 0.17: loading and saving stay"
+# -- a live run -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bound", ["generation", "training"])
-def test_a_threshold_of_none_is_turns_whatever_the_mode_is_called(bound):
-    """A faster half of a turn gives no more than that half, and the other half stays."""
-    waits = {"train": 0.4, "wait_batch": 0.6}, {"generate": 0.6, "wait_room": 0.4}
-    if bound == "training":
-        waits = {"train": 0.6, "wait_batch": 0.4}, {"generate": 0.4, "wait_room": 0.6}
-    found = of(*waits, Setting(threshold=0))
-    assert found.bound == bound and found.lift == pytest.approx(of(*waits, Setting(mode="sync")).lift)
-    assert "staleness_threshold above 0, which gives generation room, could lift throughput up to 1.7x" in str(found)
+def component(elapsed, **seconds):
+    return {"spans": {"elapsed": elapsed, **seconds}}
 
 
-def test_a_side_that_waits_itself_is_not_told_to_be_faster():
-    """Engines that have too little in hand: more of them would have less each."""
-    for waits, scoring in (
-        (({"train": 0.1, "wait_batch": 0.9}, {"generate": 0.8, "wait_room": 0.2}), None),
-        (({"train": 0.1, "wait_batch": 0.9}, {"generate": 1.0}), Scoring(slots_in_use=0.1)),
-    ):
-        said = str(of(*waits, scoring=scoring))
-        assert "replicas" not in said and "staleness_threshold above 3 or more groups a step" in said
-    assert "replicas" in str(
-        of({"train": 0.1, "wait_batch": 0.9}, {"generate": 1.0}, scoring=Scoring(slots_in_use=1.0))
-    )
+def test_the_last_minute_counts_once_both_sides_have_reported():
+    watching = Watching(Setting(), is_judge=False)
+    assert watching.verdict().bound == "unmeasured"
+    watching.note(0.5, {"trainer": component(0.5, train=0.5)}, {})
+    assert watching.verdict().bound == "unmeasured"
+    for second in range(1, 400):
+        late = max(0, second - 200)
+        spans = {
+            "trainer": component(second, train=second - late, wait_batch=late),
+            "rollouter-0": component(second, generate=float(second)),
+        }
+        watching.note(float(second), spans, {})
+    found = watching.verdict()
+    assert found.bound == "generation" and found.share > 0.95
+    assert len(watching._past) <= OVER_S + 2
 
 
-def test_what_was_tried_is_told_and_not_what_the_waiting_would_allow():
-    waits = {"trainer": {"train": 0.1, "wait_batch": 0.9}, "rollouter": {"generate": 1.0}}
-    found = verdict(
-        waits, STREAMING, tried=lambda part, speed: 3.0 if (part, round(speed)) == ("generation", 10) else 0
-    )
-    assert found.lift == 3.0
-    assert "(30 replicas instead of 3) would lift throughput 3.0x" in str(found)
-    assert "replicas" not in str(verdict(waits, STREAMING, tried=lambda part, speed: 1.0))
+def test_a_component_that_misses_a_report_keeps_its_last_one():
+    watching = Watching(Setting(), is_judge=False)
+    for second in (2.0, 10.0):
+        trainer = component(second, train=second / 2, wait_batch=second / 2)
+        both = {"trainer": trainer, "rollouter-0": component(second, generate=second)}
+        watching.note(second, both, {})
+    before = watching.verdict()
+    assert (before.bound, before.share) == ("generation", 0.5)
+    for missed in ({"trainer": {}}, {"rollouter-0": {}}, {"trainer": {}, "rollouter-0": {}}):
+        watching.note(11.0, {**both, **missed}, {})
+        assert str(watching.verdict()) == str(before)
+
+
+def judged(rewards, *, is_judge):
+    """Return the verdict on a run whose trainer waits for scores. `rewards`: counters after so many seconds."""
+    watching = Watching(Setting(), is_judge=is_judge)
+    for second in (1, 11):
+        waiting = component(second, generate=0.4 * second, wait_reward=0.6 * second)
+        trainer = component(second, train=0.3 * second, wait_batch=0.7 * second)
+        spans = {"trainer": trainer, "rollouter-0": waiting, "rollouter-1": waiting}
+        watching.note(float(second), spans, {**rewards(second), "waiting": 3})
+    return str(watching.verdict())
+
+
+def test_a_judges_rate_counts_its_requests_and_a_functions_rate_its_scores():
+    said = judged(lambda second: {"scored": 20 * second, "failed": {"timeout": 5 * second}}, is_judge=False)
+    assert "reward.workers for 62/s would lift throughput 2.5x" in said
+    said = judged(lambda second: {"scored": 20 * second, "judge": {"sent": 8 * second}}, is_judge=True)
+    assert "raising its rate limit to 20/s would lift throughput 2.5x" in said
+    assert "(its rate was not measured)" in judged(lambda second: {"scored": 20 * second}, is_judge=True)
+
+
+def test_a_limit_holds_back_while_it_is_in_use():
+    def judge(in_flight, queued=0):
+        return {"waiting": 0, "judge": {"queued": queued, "endpoints": [{"limit": 100, "in_flight": in_flight}]}}
+
+    assert held_back({"waiting": 4}, is_judge=False) is True
+    assert held_back({"waiting": 0}, is_judge=False) is False
+    assert held_back({}, is_judge=False) is None
+    assert held_back({"waiting": 0}, is_judge=True) is None, "the judge's limit is unknown"
+    assert [held_back(judge(*one), is_judge=True) for one in ((90,), (10, 7), (10,))] == [True, True, False]
+    endpoints = [{"limit": 30, "in_flight": 20}, {"limit": 10, "in_flight": 4}]
+    assert in_use({"judge": {"throttled": 3, "endpoints": endpoints}}) == 0.6
+    assert in_use({"judge": {"throttled": 0, "endpoints": endpoints}}) is None, "a limit is known after a refusal"
+    assert in_use({"judge": {"throttled": 3}}) is None and in_use({}) is None
+
+
+def test_replayed_steps_do_not_count():
+    """They wait for nobody, and generation is held back while they are trained again."""
+    watching = Watching(Setting(threshold=3), is_judge=False)
+
+    def note(now, step, trained, waited, generated):
+        trainer = {"global_steps": step, "recorded_until": 28, **component(now, train=trained, wait_batch=waited)}
+        rollouter = component(now, generate=generated, wait_room=now - generated)
+        watching.note(now, {"trainer": trainer, "rollouter-0": rollouter}, {})
+
+    note(1.0, 3, 1.0, 0.0, 0.05)
+    note(90.0, 27, 90.0, 0.0, 0.1)
+    assert watching.replays and watching.verdict().bound == "unmeasured"
+    note(94.0, 30, 94.0, 0.0, 0.2)
+    assert watching.replays, "the last of them ended before this report"
+    note(104.0, 33, 99.0, 5.0, 10.2)
+    assert not watching.replays
+    for found in (watching.verdict(), watching.verdict_on(watching.whole)):
+        assert found.bound == "generation" and found.share == pytest.approx(0.5)
+    known = {"trainer": component(94.0, train=94.0)["spans"], "rollouter-0": {"elapsed": 94.0, "generate": 0.2}}
+    again = Watching(Setting(threshold=3), is_judge=False, replayed=known)
+    spans = {"trainer": component(104.0, train=99.0, wait_batch=5.0), "rollouter-0": component(104.0, generate=10.2)}
+    again.note(104.0, spans, {})
+    assert again.verdict_on(again.whole).share == pytest.approx(0.5)
+
+
+def test_a_run_without_scores_is_called_broken_and_not_slow():
+    def said(rewards):
+        watching = Watching(Setting(), is_judge=False)
+        spans = {"trainer": component(10, wait_batch=9.0, train=1.0), "rollouter-0": component(10, generate=10.0)}
+        watching.note(10.0, spans, rewards)
+        return watching.verdict()
+
+    broken = said({"scored": 1, "skipped": 1, "failed": {"ValueError": 1398}})
+    assert str(broken).startswith("rewards failed: 1,398 of 1,400 responses got no score (ValueError 1,398); ")
+    assert broken.bound == "failing" and broken.lift is None
+    assert said({"scored": 700, "failed": {"ValueError": 700}}).bound == said({}).bound == "generation"

@@ -141,7 +141,7 @@ def plan(
     changes: dict[str, Any] = {"mode": mode, "threshold": threshold, "sync_every_steps": sync_every_steps}
     changes["seed"] = seed
     with plain_errors():
-        from freewheel.plan.hardware import Workload, shape
+        from freewheel.plan.clusters import Workload, find_shape
         from freewheel.plan.planner import GROUPS_PER_ACCELERATOR, of_model, of_run
         from freewheel.plan.scene import Scores
 
@@ -157,7 +157,7 @@ def plan(
         elif model is None:
             raise typer.BadParameter("give a run's folder, or in its place a model with --model", param_hint="RUN")
         elif accelerators is None:
-            shape(model)  # an unknown model is reported first
+            find_shape(model)  # an unknown model is reported first
             missing = "give how many there are, for training and generation together"
             raise typer.BadParameter(missing, param_hint="--accelerators")
         else:

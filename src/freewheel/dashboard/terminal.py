@@ -17,13 +17,11 @@ import itertools
 import logging
 import math
 import re
-import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import TracebackType
-from typing import IO, Protocol, Self
+from typing import IO, Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -32,15 +30,6 @@ from rich.table import Table
 from rich.text import Text
 
 from freewheel.observe.snapshot import RunSnapshot
-
-__all__ = [
-    "LiveView",
-    "PlainView",
-    "View",
-    "curve",
-    "says_warnings",
-    "view",
-]
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = "_.-=+*#@"
@@ -51,7 +40,8 @@ LABEL = 6
 
 HUGE = 1e5
 """From this value on two decimals do not fit."""
-LARGEST = sys.float_info.max
+LARGEST = 1e300
+"""Larger values are drawn as this one, so that differences never overflow."""
 
 Points = Sequence[tuple[int, float]]
 
@@ -111,17 +101,18 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
     finite = [value for value in values if math.isfinite(value)]
     if all(0 <= value <= 1 for value in finite):
         return 0.0, 1.0
-    low, high = min(finite), max(finite)
-    if high > low:
-        return low, high
-    around = max(1.0, abs(low) / 2)  # adding 1 to a huge number changes nothing
-    return low - min(around, LARGEST + low), high + min(around, LARGEST - high)
+    low, high = _clip(min(finite)), _clip(max(finite))
+    around = max(1.0, abs(low) / 2) if low == high else 0.0  # adding 1 to a huge number changes nothing
+    return low - around, high + around
+
+
+def _clip(value: float) -> float:
+    return min(LARGEST, max(-LARGEST, value))
 
 
 def _share(value: float, low: float, high: float) -> float:
-    """Return the position between them. Values are halved first, because the difference of two huge numbers may
-    overflow."""
-    return min(1.0, max(0.0, (value / 2 - low / 2) / (high / 2 - low / 2)))
+    """Return the position between them."""
+    return min(1.0, max(0.0, (_clip(value) - low) / (high - low)))
 
 
 def _label(value: float) -> str:
@@ -144,79 +135,38 @@ CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)
 """Escape sequences and control characters, except newline and tab: a message may come from a judge or a model."""
 
 
-class View(Protocol):
-    def update(self, snapshot: RunSnapshot) -> None:
-        """Show the run as it is now. Cheap; may be called often."""
-
-    def say(self, text: str) -> None:
-        """Show something that happened, permanently."""
-
-    def finish(self, snapshot: RunSnapshot, summary: str) -> None:
-        """Show the last picture and the summary."""
-
-    def close(self) -> None:
-        """Restore the terminal. May be called twice."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
-def view(console: Console | None = None, plain: bool = False) -> LiveView | PlainView:
-    """Return the live view if `console` (stdout) is a terminal and `plain` is False, else the plain one."""
-    console = console or Console()
-    if plain or not console.is_terminal or console.is_dumb_terminal:
-        return PlainView(console.file)
-    return LiveView(console)
-
-
-@contextmanager
-def says_warnings(shown: View, level: int = logging.WARNING) -> Iterator[None]:
-    """Show warnings and errors of `freewheel` in the view, not only in the log file."""
-    handler = _Saying(shown, level)
-    logger = logging.getLogger("freewheel")
-    logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-
-
-class _Saying(logging.Handler):
-    def __init__(self, shown: View, level: int) -> None:
-        super().__init__(level)
-        self._view = shown
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            text = record.getMessage()
-        except (TypeError, ValueError):  # its arguments do not fit the message: an error of the author, not of the run
-            text = str(record.msg)
-        self._view.say(f"{record.levelname} {text}")
-
-
-class _Showing:
-    """The shared part of both views: they can be closed, and fall silent instead of raising."""
+class View:
+    """Shows a run. A view can be closed twice, and falls silent instead of raising."""
 
     def __init__(self, file: IO[str]) -> None:
-        self._unicode = _speaks_unicode(file)
+        encoding: str | None = getattr(file, "encoding", None)  # a file without one, such as StringIO, has no limit
+        self._unicode = encoding is None or encoding.lower().replace("-", "").startswith("utf")
         if not self._unicode and isinstance(file, io.TextIOWrapper):  # a run's name may use any script
             file.reconfigure(errors="replace")
         self.silent = False
         self.page = ""
         """The address of the run's page; empty if there is none."""
 
+    def update(self, snapshot: RunSnapshot) -> None:
+        """Show the run as it is now. Cheap; may be called often."""
+        raise NotImplementedError
+
+    def say(self, text: str) -> None:
+        """Show something that happened, permanently."""
+        raise NotImplementedError
+
+    def finish(self, snapshot: RunSnapshot, summary: str) -> None:
+        """Show the last picture and the summary."""
+        raise NotImplementedError
+
     def close(self) -> None:
+        """Restore the terminal."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _quietly(self, show: Callable[[], object]) -> None:
@@ -228,7 +178,7 @@ class _Showing:
             self.silent = True
 
 
-class PlainView(_Showing):
+class PlainView(View):
     """Lines for files, pipes and CI: one for the first snapshot, each evaluation and each tenth of the steps, and at
     least one every `every_s` seconds."""
 
@@ -267,7 +217,7 @@ class PlainView(_Showing):
         self._file.flush()
 
 
-class LiveView(_Showing):
+class LiveView(View):
     """The panel, redrawn in place."""
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -310,6 +260,39 @@ class LiveView(_Showing):
         else:
             self._live.update(picture, refresh=True)
         self._drawn_at = self._clock()
+
+
+def view(console: Console | None = None, plain: bool = False) -> View:
+    """Return the live view if `console` (stdout) is a terminal and `plain` is False, else the plain one."""
+    console = console or Console()
+    if plain or not console.is_terminal or console.is_dumb_terminal:
+        return PlainView(console.file)
+    return LiveView(console)
+
+
+@contextmanager
+def says_warnings(shown: View, level: int = logging.WARNING) -> Iterator[None]:
+    """Show warnings and errors of `freewheel` in the view, not only in the log file."""
+    handler = _Saying(shown, level)
+    logger = logging.getLogger("freewheel")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+class _Saying(logging.Handler):
+    def __init__(self, shown: View, level: int) -> None:
+        super().__init__(level)
+        self._view = shown
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = record.getMessage()
+        except (TypeError, ValueError):  # its arguments do not fit the message: an error of the author, not of the run
+            text = str(record.msg)
+        self._view.say(f"{record.levelname} {text}")
 
 
 def panel(snapshot: RunSnapshot, *, width: int, unicode: bool = True, page: str = "") -> RenderableType:
@@ -358,9 +341,10 @@ def _facts(snapshot: RunSnapshot, *, unicode: bool) -> Iterator[tuple[str, str]]
     if snapshot.queue:
         yield "queue", _queue(snapshot.queue)
     if snapshot.freshness:
-        yield "age", _age(snapshot.freshness)
+        yield "age", ", ".join(how.format(snapshot.freshness[name]) for name, how in AGES if name in snapshot.freshness)
     for component, spans in snapshot.waits.items():
-        yield component, "  ".join(f"{name} {share:.0%}" for name, share in _largest_first(spans))
+        largest_first = sorted(spans.items(), key=lambda item: -item[1])
+        yield component, "  ".join(f"{name} {share:.0%}" for name, share in largest_first)
     if snapshot.verdict:
         yield "verdict", snapshot.verdict
     if speed := _speed(snapshot):
@@ -388,29 +372,20 @@ def plain_line(snapshot: RunSnapshot) -> str:
 
 def _queue(queue: Mapping[str, float]) -> str:
     said = [f"{queue.get('queue_size', 0):g} groups ready"]
-    said += [f"{queue[name]:g} {words}" for name, words in (("in_progress", "in progress"),) if name in queue]
+    if "in_progress" in queue:
+        said.append(f"{queue['in_progress']:g} in progress")
     if queue.get("dropped_samples"):
         said.append(f"{queue['dropped_samples']:g} dropped")
     return ", ".join(said)
 
 
-def _age(freshness: Mapping[str, float]) -> str:
-    said = [
-        f"{words} {freshness[name]:.1f}{unit}"
-        for name, words, unit in (
-            ("avg_sample_age", "mean", " versions"),
-            ("max_sample_age", "most", ""),
-            ("avg_sample_age_s", "mean", " s"),
-        )
-        if name in freshness
-    ]
-    if "stale_samples_ratio" in freshness:
-        said.append(f"{freshness['stale_samples_ratio']:.0%} over the threshold")
-    return ", ".join(said)
-
-
-def _largest_first(spans: Mapping[str, float]) -> list[tuple[str, float]]:
-    return sorted(spans.items(), key=lambda item: -item[1])
+AGES = (
+    ("avg_sample_age", "mean {:.1f} versions"),
+    ("max_sample_age", "most {:.1f}"),
+    ("avg_sample_age_s", "mean {:.1f} s"),
+    ("stale_samples_ratio", "{:.0%} over the threshold"),
+)
+"""Names of the ages that are shown, and how."""
 
 
 def _speed(snapshot: RunSnapshot) -> str:
@@ -427,12 +402,10 @@ def duration(seconds: float) -> str:
     """Format as `8 s`, `1 min 05 s` or `2 h 03 min`."""
     if not math.isfinite(seconds):
         return "unknown"
-    whole = max(0, round(seconds))
-    minutes, rest = divmod(whole, 60)
-    hours, minutes_left = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes_left:02d} min"
-    return f"{minutes} min {rest:02d} s" if minutes else f"{whole} s"
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
 
 
 def clean(text: str) -> str:
@@ -446,9 +419,3 @@ def wrapped(text: str, width: int) -> str:
         textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) if len(line) > width else line
         for line in text.split("\n")
     )
-
-
-def _speaks_unicode(file: IO[str]) -> bool:
-    """Return whether the file can show Unicode. A file without encoding, such as `StringIO`, can."""
-    encoding: str | None = getattr(file, "encoding", None)
-    return encoding is None or encoding.lower().replace("-", "").startswith("utf")

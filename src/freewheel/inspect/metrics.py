@@ -1,20 +1,20 @@
-"""Reads `metrics.jsonl` of a run into columns of numbers, and keeps up with a growing file.
+"""Reads `metrics.jsonl` of a run into columns of numbers, and follows a growing file.
 
     metrics.jsonl ─ Tail ─ rows by kind ─▶ columns of steps, evaluations, pulses, statistics; lists of syncs and events
 
-`Columns` holds rows that only grow, one column per name; unknown values are NaN. `RecordedMetrics` decodes of each kind
-of row only the numbers that are shown. Invalid rows are skipped. Reading 100,000 steps takes about a second; later
-looks read only what is new. `generation` increases when earlier results no longer hold: a new file, or steps that were
-trained again after a resume. Not thread-safe.
+The page, the planner and `freewheel inspect` read runs through this package. `Columns` holds rows that only grow, one
+column per name; unknown values are NaN. Only the fields declared here are decoded of each row; invalid rows are skipped
+and counted. Reading 100,000 steps takes about a second, and later looks read only what is new. `generation` increases
+when earlier results no longer hold: a new file, or steps that were trained again after a resume. Not thread-safe.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Union
 
 import msgspec
 import numpy as np
@@ -22,7 +22,7 @@ import numpy as np
 from freewheel.judge.stats import EndpointStats
 from freewheel.observe.lines import Tail, decoded
 from freewheel.observe.run_folder import METRICS
-from freewheel.observe.snapshot import PULSE_MAX_S as LATER_S
+from freewheel.observe.snapshot import PULSE_MAX_S
 
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -30,7 +30,8 @@ FIRST_ROWS = 1024
 SIGNIFICANT = 7
 """Digits that are sent: more than a screen has pixels."""
 SHORTEST_S = 1e-3
-"""The least duration of an interval: a clock may stand still or be set back."""
+"""The least duration of an interval: a clock may stop or be set back."""
+NAN = math.nan
 
 
 class Columns:
@@ -54,9 +55,18 @@ class Columns:
         self._data[:, self.rows : until] = block.T
         self.rows = until
 
-    def cut(self, rows: int) -> None:
-        """Keep the first `rows` rows."""
-        self.rows = min(self.rows, rows)
+    def extend_in_order(self, rows: Numbers) -> int:
+        """Append rows in the order of steps, the first column. A step that comes again replaces itself and everything
+        after it. Return how often that happened."""
+        steps = np.concatenate([self[self.names[0]][-1:], rows[:, 0]])
+        again = np.flatnonzero(np.diff(steps) <= 0) + 1 - (len(steps) - len(rows))
+        start = 0
+        for place in again.tolist():
+            self.extend(rows[start:place])
+            self.rows = int(np.searchsorted(self[self.names[0]], rows[place, 0]))
+            start = place
+        self.extend(rows[start:])
+        return len(again)
 
     def __getitem__(self, name: str) -> Numbers:
         return self._data[self._at[name], : self.rows]
@@ -68,21 +78,16 @@ class Columns:
 
     def since(self, row: int) -> dict[str, list[float | None]]:
         """Return each column from that row on. Columns without a known value are left out."""
-        found = {}
-        for name in self.names:
-            values = self[name][row:]
-            if np.isfinite(values).any():
-                found[name] = plain(values)
-        return found
+        return {name: plain(self[name][row:]) for name in self.names if np.isfinite(self[name][row:]).any()}
 
 
 def plain(values: Numbers) -> list[float | None]:
     """Return JSON values: short numbers, and None for NaN."""
-    return [_short(value) for value in values.tolist()]
+    return [_shorten(value) for value in values.tolist()]
 
 
-def _short(value: float) -> float | None:
-    if value != value or value in (float("inf"), float("-inf")):
+def _shorten(value: float) -> float | None:
+    if not math.isfinite(value):
         return None
     if value.is_integer():
         return int(value) if abs(value) < 2**53 else value
@@ -105,7 +110,7 @@ def mean_over_time(values: Numbers, time_s: Numbers) -> float | None:
     known = np.isfinite(values)
     if not known.any():
         return None
-    passed = np.clip(np.diff(time_s, prepend=0.0), SHORTEST_S, LATER_S)
+    passed = np.clip(np.diff(time_s, prepend=0.0), SHORTEST_S, PULSE_MAX_S)
     return float(np.average(values[known], weights=passed[known]))
 
 
@@ -115,7 +120,7 @@ def means(shares: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: sum(one.get(name, 0.0) for one in shares) / len(shares) for name in names}
 
 
-NAN = math.nan
+# -- rows -------------------------------------------------------------------------------------------------------------
 
 STEP_METRICS = (
     "rollout/reward_mean",
@@ -137,25 +142,17 @@ STEP_METRICS = (
 )
 """Step metrics that the page shows at once. Others are read on request."""
 EVAL_METRICS = ("eval/reward", "eval/reward_se", "eval/response_length_mean", "eval/truncation_ratio")
-AGES = "sample_age_counts"
 
 
-def decoder_of(metrics: tuple[str, ...]) -> msgspec.json.Decoder[Any]:
-    """Return a decoder of rows as `(step, time, metric, metric, …)`. Other fields are skipped without being built."""
+def define_row(kind: str, metrics: Sequence[str]) -> Any:
+    """Return the type of a row of a kind: step, time, metrics, `sample_age_counts`. Other fields are skipped."""
     fields: list[Any] = [("step", int), ("time", float)]
-    for at, name in enumerate(metrics):
-        fields.append((f"metric_{at}", float | None, msgspec.field(name=name, default=NAN)))
-    return msgspec.json.Decoder(msgspec.defstruct("Row", fields, gc=False))
+    fields += [(f"metric_{at}", float | None, msgspec.field(name=name, default=NAN)) for at, name in enumerate(metrics)]
+    fields.append(("sample_age_counts", list[int] | None, None))
+    return msgspec.defstruct("Row", fields, tag_field="kind", tag=kind, gc=False)
 
 
-class Ages(msgspec.Struct, gc=False):
-    """Number of groups by lag, of one step."""
-
-    step: int
-    counts: list[int] | None = msgspec.field(name=AGES, default=None)
-
-
-class Pulse(msgspec.Struct, gc=False):
+class Pulse(msgspec.Struct, gc=False, tag_field="kind", tag="pulse"):
     """The state of the run, about once a second."""
 
     time: float
@@ -178,7 +175,7 @@ class EngineSync(msgspec.Struct):
     error: str = ""
 
 
-class Sync(msgspec.Struct):
+class Sync(msgspec.Struct, tag_field="kind", tag="sync"):
     """One weight version on its way to the engines."""
 
     time: float
@@ -190,24 +187,16 @@ class Sync(msgspec.Struct):
     failed: bool = False
 
 
-class Event(msgspec.Struct, gc=False):
+class Event(msgspec.Struct, gc=False, tag_field="kind", tag="event"):
     time: float
     step: int = 0
     text: str = ""
+    shared_gpu: bool | None = None
+    """Whether training and generation share a GPU, recorded at the start."""
 
 
-class Warned(msgspec.Struct, gc=False):
-    """A line of `log.jsonl`."""
-
-    time: float
-    level: str
-    message: str
-    role: str = ""
-    step: int | None = None
-
-
-class JudgeHistory(msgspec.Struct, gc=False):
-    """The numbers of a judge that have a curve."""
+class JudgeNumbers(msgspec.Struct):
+    """All endpoints together, and each endpoint, as `Judging.stats` reports them."""
 
     scored: int = 0
     failed: dict[str, int] = {}
@@ -221,41 +210,6 @@ class JudgeHistory(msgspec.Struct, gc=False):
     limit: int = 0
     cache_hits: int = 0
     cost: float = 0.0
-
-
-class RewardsHistory(msgspec.Struct, gc=False):
-    scored: int = 0
-    failed: dict[str, int] = {}
-    in_flight: int = 0
-    waiting: int = 0
-    judge: JudgeHistory | None = None
-
-
-class RollouterHistory(msgspec.Struct, gc=False):
-    generated_tokens: float = NAN
-    total_generated_samples: float = NAN
-    rewards: RewardsHistory = msgspec.field(default_factory=RewardsHistory)
-
-
-class QueueHistory(msgspec.Struct, gc=False):
-    queue_size: float = NAN
-    in_progress: float = NAN
-    version: float = NAN
-    published_version: float = NAN
-
-
-class StatisticsHistory(msgspec.Struct, gc=False):
-    """The numbers of `Statistics` that have a curve. Only the last row is decoded completely."""
-
-    time: float
-    step: int = 0
-    rollouter: RollouterHistory = msgspec.field(default_factory=RollouterHistory)
-    queue: QueueHistory = msgspec.field(default_factory=QueueHistory)
-
-
-class JudgeNumbers(JudgeHistory):
-    """All endpoints together, and each endpoint, as `Judging.stats` reports them."""
-
     submitted: int = 0
     skipped: int = 0
     retries: int = 0
@@ -264,28 +218,34 @@ class JudgeNumbers(JudgeHistory):
     endpoints: Sequence[EndpointStats] = ()
 
 
-class Rewards(RewardsHistory):
+class Rewards(msgspec.Struct):
     """As `RewardStage.stats` reports them."""
 
+    scored: int = 0
+    failed: dict[str, int] = {}
+    in_flight: int = 0
+    waiting: int = 0
     skipped: int = 0
     retried_groups: int = 0
     dropped_groups: int = 0
     mean_latency_s: float = 0.0
+    busy_s: float = 0.0
     judge: JudgeNumbers | None = None
 
 
-class RollouterNumbers(RollouterHistory):
-    rewards: Rewards = msgspec.field(default_factory=Rewards)
-    running: float | None = None
+class RollouterNumbers(msgspec.Struct):
+    generated_tokens: float = NAN
+    total_generated_samples: float = NAN
+    engine_busy_s: float = NAN
     slots: float | None = None
-    spans: dict[str, float] = {}
+    rewards: Rewards = msgspec.field(default_factory=Rewards)
 
 
-class TrainerNumbers(msgspec.Struct):
-    spans: dict[str, float] = {}
-
-
-class QueueNumbers(QueueHistory):
+class QueueNumbers(msgspec.Struct):
+    queue_size: float = NAN
+    in_progress: float = NAN
+    version: float = NAN
+    published_version: float = NAN
     waiting_for: str = ""
     paused: str = ""
     memory_bytes: float = NAN
@@ -303,54 +263,26 @@ class SyncNumbers(msgspec.Struct):
     versions: dict[str, int] = {}
 
 
-class RunNumbers(msgspec.Struct):
-    replayed: dict[str, dict[str, float]] = {}
-    """Spans by component up to the end of the steps that were trained again after a resume."""
-
-
-class Statistics(StatisticsHistory):
+class Statistics(msgspec.Struct, tag_field="kind", tag="statistics"):
     """What the components reported about themselves, every `observe.statistics_every_s`."""
 
-    trainer: TrainerNumbers = msgspec.field(default_factory=TrainerNumbers)
+    time: float
+    step: int = 0
     rollouter: RollouterNumbers = msgspec.field(default_factory=RollouterNumbers)
     queue: QueueNumbers = msgspec.field(default_factory=QueueNumbers)
     sync: SyncNumbers = msgspec.field(default_factory=SyncNumbers)
-    run: RunNumbers = msgspec.field(default_factory=RunNumbers)
 
 
-class _Kind(msgspec.Struct):
-    kind: str
+StepRow, EvalRow = define_row("step", STEP_METRICS), define_row("eval", EVAL_METRICS)
+_ROWS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Union[StepRow, EvalRow, Pulse, Statistics, Sync, Event])  # noqa: UP007
+_WHOLE = msgspec.json.Decoder(dict[str, Any])
 
-
-KINDS = ("step", "eval", "pulse", "statistics", "sync", "event")
-_KINDS = msgspec.json.Decoder(_Kind)
-_PREFIX = len(b'{"kind": "step"')
-_BEGINNINGS = {f'{{"kind": "{kind}"'.encode()[:_PREFIX]: kind for kind in KINDS}
-"""The start of a row as the recorder writes it: shows the kind without decoding."""
-
-
-def by_kind(lines: Iterable[bytes]) -> dict[str, list[bytes]]:
-    """Return lines by their kind of row, in order; other lines under the empty text."""
-    found: dict[str, list[bytes]] = {kind: [] for kind in ("", *KINDS)}
-    known = _BEGINNINGS.get
-    for line in lines:
-        found[known(line[:_PREFIX]) or _decoded_kind(line)].append(line)
-    return found
-
-
-def _decoded_kind(line: bytes) -> str:
-    """Return the kind of a row that starts differently; empty if it is not a row."""
-    found = decoded(_KINDS, line)
-    return found.kind if found is not None and found.kind in KINDS else ""
-
-
-STEP_COLUMNS = ("step", "elapsed_s", *STEP_METRICS)
-EVAL_COLUMNS = ("step", "elapsed_s", *EVAL_METRICS)
 PULSE_NUMBERS = ("queue_size", "in_progress", "version", "published_version", "tokens_per_s", "samples_per_s")
 PULSE_COLUMNS = ("elapsed_s", "step", *PULSE_NUMBERS, "wait_batch", "wait_reward", "wait_room")
 STATISTICS_COLUMNS = (
     *("elapsed_s", "step", "queue_size", "in_progress", "version", "published_version"),
-    *("generated_tokens", "generated_samples", "scored", "failed", "scoring", "waiting"),
+    *("generated_tokens", "generated_samples", "engine_busy_s"),
+    *("scored", "failed", "scoring", "waiting", "settled", "reward_busy_s"),
     *("limit", "in_flight", "queued", "sent", "judged", "throttled", "cache_hits", "shared", "judge_failed", "cost"),
     "faults",
 )
@@ -363,8 +295,6 @@ MOST_SYNCS = 500
 MOST_EVENTS = 300
 LATEST_STATISTICS = 8
 """Rows that a verdict looks back on, at one row every ten seconds."""
-MOST_OF = {"sync": MOST_SYNCS, "event": MOST_EVENTS}
-"""Kinds of which only the last rows are kept and decoded."""
 
 
 class RecordedMetrics:
@@ -377,24 +307,27 @@ class RecordedMetrics:
         self._begin()
 
     def _begin(self) -> None:
-        self.steps = Columns(STEP_COLUMNS)
-        self.evals = Columns(EVAL_COLUMNS)
+        self.steps = Columns(("step", "elapsed_s", *STEP_METRICS))
+        self.evals = Columns(("step", "elapsed_s", *EVAL_METRICS))
         self.pulses = Columns(PULSE_COLUMNS)
         self.statistics = Columns(STATISTICS_COLUMNS)
         self.ages: deque[tuple[int, list[int]]] = deque(maxlen=RECENT_STEPS)
+        """Step, and number of groups by lag."""
         self.waits: deque[dict[str, dict[str, float]]] = deque(maxlen=RECENT_PULSES)
         self.syncs: deque[Sync] = deque(maxlen=MOST_SYNCS)
         self.events: deque[Event] = deque(maxlen=MOST_EVENTS)
         self.syncs_seen = self.events_seen = 0
+        self.shared_gpu: bool | None = None
+        """Whether training and generation shared a GPU after the last start; None if not recorded."""
         self.last_pulse: Pulse | None = None
         self.latest_statistics: deque[Statistics] = deque(maxlen=LATEST_STATISTICS)
         self.first_time: float | None = None
         self.last_time: float | None = None
         self.bad_lines = 0
-        self._examples: dict[str, list[bytes]] = {}
-        """A first and a last line of steps and evaluations: they show which metrics exist."""
-        self._asked_for: dict[tuple[str, str], tuple[Tail, msgspec.json.Decoder[Any], Columns]] = {}
-        """Requested metrics that are not columns, by kind and name, with the position reached."""
+        self._examples: dict[Any, list[bytes]] = {}
+        """The first and the last line of steps and evaluations: they show which metrics exist."""
+        self._requested: dict[tuple[str, ...], tuple[Tail, msgspec.json.Decoder[Any], Columns]] = {}
+        """Requested metrics that are not columns, by kind and names, with the position reached."""
 
     @property
     def exists(self) -> bool:
@@ -420,149 +353,95 @@ class RecordedMetrics:
         if self._tail.generation != before:
             self._begin()
         for block in blocks:
-            self._take(by_kind(block.lines))
+            found: dict[Any, list[Any]] = defaultdict(list)
+            for line in block.lines:
+                row = decoded(_ROWS, line)
+                if row is None:
+                    self.bad_lines += bool(line)
+                    continue
+                kind = type(row)
+                found[kind].append(row)
+                if kind is StepRow or kind is EvalRow:
+                    self._examples.setdefault(kind, [line])[1:] = [line]
+            if found:
+                self._add(found)
 
-    def _take(self, found: dict[str, list[bytes]]) -> None:
-        self.bad_lines += sum(bool(line) for line in found.get("", ()))
-        kept = {kind: lines[-MOST_OF.get(kind, 0) :] for kind, lines in found.items() if kind in _DECODERS}
-        decoded = {kind: self._decode(_DECODERS[kind], lines) for kind, lines in kept.items()}
-        times = [rows[at].time for rows in decoded.values() if rows for at in (0, -1)]
-        if not times:
-            return
+    def _add(self, found: Mapping[Any, list[Any]]) -> None:
+        times = [rows[at].time for rows in found.values() for at in (0, -1)]
         if self.first_time is None:
             self.first_time = min(times)
         self.last_time = max(times)
-        for kind, rows in decoded.items():
-            if rows:
-                getattr(self, f"_take_{kind}")(rows, found[kind])
-
-    def _decode(self, decoder: msgspec.json.Decoder[Any], lines: list[bytes]) -> list[Any]:
-        found = _all(decoder, lines)
-        self.bad_lines += len(lines) - len(found)
-        return found
+        self._resets += self.steps.extend_in_order(self._metrics(found[StepRow], self.steps))
+        self.ages.extend((row.step, row.sample_age_counts) for row in found[StepRow] if row.sample_age_counts)
+        self._resets += self.evals.extend_in_order(self._metrics(found[EvalRow], self.evals))
+        self.pulses.extend([self._pulse(row) for row in found[Pulse]])
+        self.waits.extend(row.waits for row in found[Pulse])
+        self.last_pulse = found[Pulse][-1] if found[Pulse] else self.last_pulse
+        self.statistics.extend([self._statistics(row) for row in found[Statistics]])
+        self.latest_statistics.extend(found[Statistics])
+        self.syncs.extend(found[Sync])
+        self.syncs_seen += len(found[Sync])
+        self.events.extend(found[Event])
+        self.events_seen += len(found[Event])
+        for row in found[Event]:
+            self.shared_gpu = self.shared_gpu if row.shared_gpu is None else row.shared_gpu
 
     def _since_start(self, time_s: float) -> float:
         assert self.first_time is not None
         return time_s - self.first_time
 
-    # -- by kind ------------------------------------------------------------------------------------------------------
-
-    def _take_step(self, rows: list[Any], lines: list[bytes]) -> None:
-        self._resets += extend_in_order(self.steps, self._numbers(rows))
-        self._examples["step"] = _ends(self._examples.get("step", ()), lines)
-        self.ages.extend((row.step, row.counts) for row in _all(_AGES, lines[-RECENT_STEPS:]) if row.counts)
-
-    def _take_eval(self, rows: list[Any], lines: list[bytes]) -> None:
-        self._resets += extend_in_order(self.evals, self._numbers(rows))
-        self._examples["eval"] = _ends(self._examples.get("eval", ()), lines)
-
-    def _numbers(self, rows: list[Any]) -> Numbers:
+    def _metrics(self, rows: Sequence[Any], columns: Columns) -> Numbers:
         """Return steps, times since the start, and metrics."""
-        assert self.first_time is not None
-        numbers = np.array([msgspec.structs.astuple(row) for row in rows], np.float64)
-        numbers[:, 1] -= self.first_time
+        values = [msgspec.structs.astuple(row)[:-1] for row in rows]
+        numbers = np.array(values, np.float64).reshape(-1, len(columns.names))
+        numbers[:, 1] -= self.first_time or 0.0
         return numbers
 
-    def _take_pulse(self, rows: list[Pulse], lines: list[bytes]) -> None:
-        numbers = []
-        for row in rows:
-            trainer = row.waits.get("trainer", {})
-            several = [spans for name, spans in row.waits.items() if name.startswith("rollouter")]
-            replicas = several[0] if len(several) == 1 else means(several)
-            waited = (trainer.get("wait_batch"), replicas.get("wait_reward"), replicas.get("wait_room"))
-            at_s = self._since_start(row.time)
-            numbers.append((at_s, row.step, *(getattr(row, name) for name in PULSE_NUMBERS), *waited))
-        self.waits.extend(row.waits for row in rows[-RECENT_PULSES:])
-        self.pulses.extend(numbers)
-        self.last_pulse = rows[-1]
+    def _pulse(self, row: Pulse) -> tuple[float | None, ...]:
+        trainer = row.waits.get("trainer", {})
+        several = [spans for name, spans in row.waits.items() if name.startswith("rollouter")]
+        replicas = several[0] if len(several) == 1 else means(several)
+        waited = (trainer.get("wait_batch"), replicas.get("wait_reward"), replicas.get("wait_room"))
+        return (self._since_start(row.time), row.step, *(getattr(row, name) for name in PULSE_NUMBERS), *waited)
 
-    def _take_statistics(self, rows: list[StatisticsHistory], lines: list[bytes]) -> None:
-        numbers = []
-        for row in rows:
-            queue, made, rewards = row.queue, row.rollouter, row.rollouter.rewards
-            numbers.append(
-                (
-                    *(self._since_start(row.time), row.step, queue.queue_size, queue.in_progress),
-                    *(queue.version, queue.published_version, made.generated_tokens, made.total_generated_samples),
-                    *(rewards.scored, sum(rewards.failed.values()), rewards.in_flight, rewards.waiting),
-                    *_judge_numbers(rewards.judge),
-                )
-            )
-        self.statistics.extend(numbers)
-        self.latest_statistics.extend(_all(_STATISTICS, lines[-LATEST_STATISTICS:]))
-
-    def _take_sync(self, rows: list[Sync], lines: list[bytes]) -> None:
-        self.syncs.extend(rows)
-        self.syncs_seen += len(lines)
-
-    def _take_event(self, rows: list[Event], lines: list[bytes]) -> None:
-        self.events.extend(rows)
-        self.events_seen += len(lines)
+    def _statistics(self, row: Statistics) -> tuple[float, ...]:
+        queue, made, rewards, judge = row.queue, row.rollouter, row.rollouter.rewards, row.rollouter.rewards.judge
+        failed = sum(rewards.failed.values())
+        numbers = (
+            *(self._since_start(row.time), row.step, queue.queue_size, queue.in_progress),
+            *(queue.version, queue.published_version),
+            *(made.generated_tokens, made.total_generated_samples, made.engine_busy_s),
+            *(rewards.scored, failed, rewards.in_flight, rewards.waiting),
+            *(rewards.scored + rewards.skipped + failed, rewards.busy_s),
+        )
+        if judge is None:
+            return (*numbers, *(NAN,) * (len(STATISTICS_COLUMNS) - len(numbers)))
+        return (
+            *numbers,
+            *(judge.limit, judge.in_flight, judge.queued, judge.sent, judge.scored, judge.throttled),
+            *(judge.cache_hits, judge.shared, sum(judge.failed.values()), judge.cost),
+            NAN if judge.faults is None else sum(judge.faults.values()),
+        )
 
     # -- any metric ---------------------------------------------------------------------------------------------------
 
     def metric_names(self, kind: str = "step") -> list[str]:
         """Return the names of numbers in the first and last row of that kind."""
-        names: dict[str, None] = {}
-        for row in _all(_WHOLE, self._examples.get(kind, ())):
-            names |= {name: None for name, value in row.items() if type(value) in (int, float)}
-        return sorted(name for name in names if name not in ("step", "time"))
+        rows = [decoded(_WHOLE, line) or {} for line in self._examples.get(StepRow if kind == "step" else EvalRow, ())]
+        names = {name for row in rows for name, value in row.items() if type(value) in (int, float)}
+        return sorted(names - {"step", "time"})
 
-    def read_metric(self, name: str, kind: str = "step") -> Columns:
-        """Return a metric that is not a column: from the whole file at first, then from what was added."""
-        if (kind, name) not in self._asked_for:
-            self._asked_for[kind, name] = Tail(self.path), decoder_of((name,)), Columns(("step", "elapsed_s", name))
-        tail, decoder, found = self._asked_for[kind, name]
+    def read_metrics(self, *names: str, kind: str = "step") -> Columns:
+        """Return metrics with steps and times. Those that are not columns are read from the whole file at first, then
+        from what was added."""
+        columns = self.steps if kind == "step" else self.evals
+        if set(names) <= set(columns.names):
+            return columns
+        if (kind, *names) not in self._requested:
+            decoder = msgspec.json.Decoder(define_row(kind, names))
+            self._requested[kind, *names] = Tail(self.path), decoder, Columns(("step", "elapsed_s", *names))
+        tail, decoder, found = self._requested[kind, *names]
         for block in tail.look():
-            rows = _all(decoder, by_kind(block.lines)[kind])
-            if rows:
-                extend_in_order(found, self._numbers(rows))
+            rows = [decoded(decoder, line) for line in block.lines]
+            found.extend_in_order(self._metrics([row for row in rows if row is not None], found))
         return found
-
-
-def extend_in_order(columns: Columns, rows: Numbers) -> int:
-    """Append rows in the order of steps. A step that comes again replaces itself and everything after it. Returns how
-    often that happened."""
-    steps = np.concatenate([columns["step"][-1:], rows[:, 0]])
-    again = np.flatnonzero(np.diff(steps) <= 0) + 1 - (len(steps) - len(rows))
-    start = 0
-    for place in again.tolist():
-        columns.extend(rows[start:place])
-        columns.cut(int(np.searchsorted(columns["step"], rows[place, 0])))
-        start = place
-    columns.extend(rows[start:])
-    return len(again)
-
-
-def _all(decoder: msgspec.json.Decoder[Any], lines: Sequence[bytes]) -> list[Any]:
-    """Return the lines that can be decoded."""
-    return [row for line in lines if (row := decoded(decoder, line)) is not None]
-
-
-def _ends(known: Sequence[bytes], lines: list[bytes]) -> list[bytes]:
-    """Return the first known line, and the first and last of the new ones."""
-    return [*known[:1], lines[0], lines[-1]]
-
-
-def _judge_numbers(judge: JudgeHistory | None) -> tuple[float, ...]:
-    """Return the values for the last of `STATISTICS_COLUMNS`; NaN if there is no judge."""
-    if judge is None:
-        return (np.nan,) * 11
-    return (
-        *(judge.limit, judge.in_flight, judge.queued, judge.sent, judge.scored, judge.throttled),
-        *(judge.cache_hits, judge.shared, sum(judge.failed.values()), judge.cost),
-        np.nan if judge.faults is None else sum(judge.faults.values()),
-    )
-
-
-_DECODERS: dict[str, msgspec.json.Decoder[Any]] = {
-    "step": decoder_of(STEP_METRICS),
-    "eval": decoder_of(EVAL_METRICS),
-    "pulse": msgspec.json.Decoder(Pulse),
-    "statistics": msgspec.json.Decoder(StatisticsHistory),
-    "sync": msgspec.json.Decoder(Sync),
-    "event": msgspec.json.Decoder(Event),
-}
-_AGES = msgspec.json.Decoder(Ages)
-_WHOLE = msgspec.json.Decoder(dict[str, Any])
-_STATISTICS = msgspec.json.Decoder(Statistics)

@@ -11,7 +11,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from freewheel.errors import ConfigError
 from freewheel.inspect.run import Run, open_journal, read_checkpoints
 from freewheel.observe.run_folder import BEST, FINAL, JOURNAL, saved_steps
 from freewheel.queue.audit import audit
-from freewheel.queue.journal import Failed, Step, Stored
+from freewheel.queue.journal import Stored
 
 TOKENIZER = "tokenizer.json"
 """The file of a fast tokenizer: tables, no code."""
@@ -87,7 +86,9 @@ def follow(run: Run, ordinal: int) -> GroupLife:
         highest = sum(known.states.values()) - 1
         if not 0 <= ordinal <= highest:
             raise ConfigError("--group", ordinal, f"prompts 0 to {highest} have been seen in this run")
-        step = next((one for one in journal.steps(after=0) if _holds(one, ordinal)), None)
+        step = next(
+            (one for one in journal.steps(after=0) if any(ticket.ordinal == ordinal for ticket in one.tickets)), None
+        )
         abandoned = next((one for one in journal.abandoned() if one.ordinal == ordinal), None)
         failures = list(journal.failures(ordinal))
         stored = journal.group(ordinal)
@@ -119,7 +120,10 @@ def follow(run: Run, ordinal: int) -> GroupLife:
         committed_s=(step.wall_s or None) if step else None,
         abandoned=abandoned.reason if abandoned else "",
         ended_s=abandoned.wall_s if abandoned else None,
-        failed=[_attempt(one) for one in failures],
+        failed=[
+            Attempt(attempt=one.ticket.attempt, reason=one.reason, kind=one.kind, detail=one.detail, wall_s=one.wall_s)
+            for one in failures
+        ],
         sequence=stored.ticket.sequence if stored else None,
         created_s=group.created_s if group else None,
         stored_s=stored.wall_s if stored else None,
@@ -131,10 +135,6 @@ def follow(run: Run, ordinal: int) -> GroupLife:
     )
 
 
-def _holds(step: Step, ordinal: int) -> bool:
-    return any(ticket.ordinal == ordinal for ticket in step.tickets)
-
-
 def _decoded(stored: Stored | None) -> tuple[PromptGroup | None, list[str]]:
     if stored is None:
         return None, []
@@ -142,16 +142,6 @@ def _decoded(stored: Stored | None) -> tuple[PromptGroup | None, list[str]]:
         return PromptGroup.decode(stored.data), []
     except (msgspec.DecodeError, ValueError) as error:
         return None, [f"its data cannot be read: {error}"]
-
-
-def _attempt(failed: Failed) -> Attempt:
-    return Attempt(
-        attempt=failed.ticket.attempt,
-        reason=failed.reason,
-        kind=failed.kind,
-        detail=failed.detail,
-        wall_s=failed.wall_s,
-    )
 
 
 def _responses(group: PromptGroup, text: Callable[[Array], str] | None) -> list[ResponseLife]:
@@ -190,14 +180,14 @@ def _texts(run: Run) -> tuple[Callable[[Array], str] | None, str]:
         from tokenizers import Tokenizer
     except ImportError:
         return None, "token ids are shown: the text needs the package tokenizers (pip install 'freewheel[train]')"
+    tokenizer: Any = None
     for file in _tokenizer_files(run):
         with suppress(Exception):  # the library raises bare exceptions
-            return partial(_text, Tokenizer.from_file(str(file))), ""
-    return None, f"token ids are shown: no {TOKENIZER} was found in the run or on this machine"
-
-
-def _text(tokenizer: Any, tokens: Array) -> str:
-    return str(tokenizer.decode(tokens.tolist(), skip_special_tokens=False))
+            tokenizer = Tokenizer.from_file(str(file))
+            break
+    if tokenizer is None:
+        return None, f"token ids are shown: no {TOKENIZER} was found in the run or on this machine"
+    return lambda tokens: str(tokenizer.decode(tokens.tolist(), skip_special_tokens=False)), ""
 
 
 def _tokenizer_files(run: Run) -> Iterator[Path]:

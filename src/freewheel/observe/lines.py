@@ -167,8 +167,14 @@ class Lines:
                 continue
             parts.append(data)
             size += len(data)
-        if size:
-            self._append(b"".join(parts))
+        data = b"".join(parts)
+        if size and self._file.size and self._file.size + size > self._limit:
+            try:
+                self._set_aside()
+            except OSError as error:
+                self._file.refused(data.count(b"\n"), error)
+                return
+        self._file.append(data)
 
     def _rendered(self, item: Any) -> bytes:
         try:
@@ -176,15 +182,6 @@ class Lines:
         except Exception:  # noqa: BLE001  # of a user's row, say; it costs this line and nothing else
             self._dropped += 1
             return b""
-
-    def _append(self, data: bytes) -> None:
-        if self._file.size and self._file.size + len(data) > self._limit:
-            try:
-                self._set_aside()
-            except OSError as error:
-                self._file.refused(data.count(b"\n"), error)
-                return
-        self._file.append(data)
 
     @property
     def _limit(self) -> int:
@@ -388,32 +385,36 @@ class Tail:
 
 
 class Folder:
-    """Follows all files of a folder with a given ending. A file is identified by its inode, not its name, so a rotated
-    file is not read twice."""
+    """Follows all JSON-lines files of a folder. A file is identified by its inode, not its name, so a rotated file is
+    not read twice."""
 
-    def __init__(self, path: Path, suffix: str = ".jsonl") -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         self.exists = False
-        self._suffix = suffix
-        self._tails: dict[Identity, Tail] = {}
+        self.tails: dict[Identity, Tail] = {}
 
-    def look(self) -> tuple[list[tuple[Identity, Tail]], list[Identity]]:
-        """Return the existing files in the order of their names, and the files that disappeared."""
-        found: dict[Identity, Tail] = {}
+    def look(self, forget: Callable[[Identity], object]) -> Iterator[tuple[Identity, Iterator[Block]]]:
+        """Yield the new blocks of each file, in the order of their names. `forget` is called for each file that is
+        gone or has other content, before its blocks."""
+        before, self.tails = self.tails, {}
         try:
-            with os.scandir(self.path) as entries:
-                names = sorted(entry.path for entry in entries if entry.name.endswith(self._suffix))
+            paths = sorted(path for path in self.path.iterdir() if path.name.endswith(SUFFIX))
             self.exists = True
         except OSError:
-            names, self.exists = [], False
-        for name in names:
+            paths, self.exists = [], False
+        for path in paths:
             try:
-                about = Path(name).lstat()
+                about = path.lstat()
             except OSError:  # rotated at this moment
                 continue
             identity = (about.st_dev, about.st_ino)
-            found[identity] = self._tails.get(identity) or Tail(Path(name))
-            found[identity].path = Path(name)
-        gone = [identity for identity in self._tails if identity not in found]
-        self._tails = found
-        return list(found.items()), gone
+            self.tails[identity] = before.get(identity) or Tail(path)
+            self.tails[identity].path = path
+        for identity in before.keys() - self.tails.keys():
+            forget(identity)
+        for identity, tail in self.tails.items():
+            generation = tail.generation
+            blocks = tail.look()
+            if tail.generation != generation:
+                forget(identity)
+            yield identity, blocks

@@ -50,16 +50,8 @@ METRICS = (
         "rollouter",
         ("total_generated_samples", "responses", "responses generated"),
         ("dropped_stale_samples", "responses", "responses dropped because they lagged more than max_staleness_allowed"),
-        (
-            "generation_errors",
-            "groups",
-            "attempts at a group that failed, whether in generation (generation_timeout among them) or scoring",
-        ),
-        (
-            "param_sync_requests",
-            "requests",
-            "times that an engine was asked to take a weight version, retries included",
-        ),
+        ("generation_errors", "groups", "failed attempts at a group, in generation (timeouts included) or in scoring"),
+        ("param_sync_requests", "requests", "requests to an engine to take a weight version, retries included"),
     ),
     *_of(
         "freshness",
@@ -80,11 +72,7 @@ METRICS = (
     ),
     *_of(
         "sync",
-        (
-            "sync_failures",
-            "attempts",
-            "attempts to bring a version to an engine that failed, were refused or timed out",
-        ),
+        ("sync_failures", "attempts", "transfers of a version to an engine that failed, were refused or timed out"),
         ("last_sync_s", "s", "time of the last sync, from the first transfer to the last confirmation"),
         ("mean_sync_s", "s", "mean time of a sync"),
         ("longest_sync_s", "s", "time of the longest sync"),
@@ -100,11 +88,7 @@ METRICS = (
         ("rollout/response_length_mean", "tokens", "mean length of the step's responses, tokens of tools not counted"),
         ("rollout/response_length_max", "tokens", "length of the longest"),
         ("rollout/truncation_ratio", "share", "of the step's responses, those cut off at max_new_tokens"),
-        (
-            "rollout/logprob_gap_mean",
-            "nats",
-            "mean gap between the engine's and the trainer's log-probability of a token",
-        ),
+        ("rollout/logprob_gap_mean", "nats", "mean gap between engine's and trainer's log-probability of a token"),
         ("rollout/logprob_gap_max", "nats", "the largest gap"),
     ),
     *_of(
@@ -314,9 +298,7 @@ def _wrong(threshold: Threshold, value: float) -> str | None:
         return "not a number"
     if threshold.above is not None and value > threshold.above:
         return "too high"
-    if threshold.below is not None and value < threshold.below:
-        return "too low"
-    return None
+    return "too low" if threshold.below is not None and value < threshold.below else None
 
 
 def _bounds(threshold: Threshold) -> str:

@@ -71,13 +71,13 @@ def segments(decode: Callable[[Any], str], tokens: Any, versions: Any) -> list[t
         end += count
         upto = len(whole)
         if place < len(runs) - 1:
-            upto = max(said, _common(whole, decode(tokens[:end]).rstrip(HALF)))
+            upto = max(said, _count_common(whole, decode(tokens[:end]).rstrip(HALF)))
         found.append((version, whole[said:upto]))
         said = upto
     return found
 
 
-def _common(one: str, other: str) -> int:
+def _count_common(one: str, other: str) -> int:
     """Return the length of the common prefix."""
     if one.startswith(other):
         return len(other)

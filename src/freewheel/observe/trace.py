@@ -23,12 +23,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from freewheel.observe.lines import Lines, as_line, files_of, read_lines
 from freewheel.observe.run_folder import TRACE
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 Category = Literal["span", "group", "counter"]
 SPAN: Category = "span"
@@ -108,7 +111,7 @@ class Tracer:
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """`every`: trace groups whose ordinal it divides; 0: none."""
-        self.lines = Lines(Path(run_dir) / TRACE, component, most_bytes=most_bytes, render=_render)
+        self.lines = Lines(Path(run_dir) / TRACE, component, most_bytes=most_bytes, render=self._render)
         self._component = component
         self._every = every
         self._clock = clock
@@ -116,47 +119,34 @@ class Tracer:
         self._offset_s = wall_clock() - clock()
 
     def span(self, name: str, since_s: float, until_s: float, args: Mapping[str, Any], track: str = MAIN) -> None:
-        self.lines.add((self._render_span, name, since_s, until_s, args, track))
+        self.lines.add(("X", name, since_s, until_s, args, {"tid": track}))
 
     def phase(self, name: str, ordinal: int, since_s: float, args: Mapping[str, Any]) -> None:
         """Trace a phase of group `ordinal`, from `since_s` until now."""
         if self._every and not ordinal % self._every:
-            self.lines.add((self._render_phase, name, ordinal, since_s, self._clock(), args))
+            self.lines.add(("b", name, since_s, self._clock(), args, {"id": ordinal}))
 
     def instant(self, text: str) -> None:
-        self.lines.add((self._render_instant, text, self._clock()))
+        self.lines.add(("i", text, self._clock(), None, None, {}))
 
     def counter(self, name: str, values: Mapping[str, float]) -> None:
-        self.lines.add((self._render_counter, name, self._clock(), values))
+        self.lines.add(("C", name, self._clock(), None, values, {}))
 
-    # -- events as text, in the writing thread ------------------------------------------------------------------------
+    def _render(self, item: tuple[Any, ...]) -> bytes:
+        """Return an event as text, in the writing thread."""
+        kind, name, at_s, until_s, args, more = item
+        event = {"ph": kind, "name": name, "pid": self._component, "tid": MAIN, "ts": self._us(at_s), **more}
+        if kind == "X":
+            return as_line({**event, "cat": SPAN, "dur": self._us(until_s) - event["ts"], "args": args})
+        if kind == "b":
+            event |= {"cat": GROUP, "tid": "groups"}
+            return as_line({**event, "args": args}) + as_line({**event, "ph": "e", "ts": self._us(until_s)})
+        if kind == "i":
+            return as_line({**event, "cat": EVENT, "s": "g"})
+        return as_line({**event, "cat": COUNTER, "args": args})
 
     def _us(self, at_s: float) -> int:
         return int((at_s + self._offset_s) * 1e6)
-
-    def _render_span(self, name: str, since_s: float, until_s: float, args: Mapping[str, Any], track: str) -> bytes:
-        begin, end = self._us(since_s), self._us(until_s)
-        event = {"ph": "X", "cat": SPAN, "name": name, "pid": self._component, "tid": track}
-        return as_line(event | {"ts": begin, "dur": end - begin, "args": args})
-
-    def _render_phase(self, name: str, ordinal: int, since_s: float, until_s: float, args: Mapping[str, Any]) -> bytes:
-        same = {"cat": GROUP, "id": ordinal, "name": name, "pid": self._component, "tid": "groups"}
-        begin = {"ph": "b", **same, "ts": self._us(since_s), "args": args}
-        return as_line(begin) + as_line({"ph": "e", **same, "ts": self._us(until_s)})
-
-    def _render_instant(self, text: str, at_s: float) -> bytes:
-        event = {"ph": "i", "s": "g", "cat": EVENT, "name": text, "pid": self._component, "tid": MAIN}
-        return as_line(event | {"ts": self._us(at_s)})
-
-    def _render_counter(self, name: str, at_s: float, values: Mapping[str, float]) -> bytes:
-        event = {"ph": "C", "cat": COUNTER, "name": name, "pid": self._component, "tid": MAIN}
-        return as_line(event | {"ts": self._us(at_s), "args": values})
-
-
-def _render(item: tuple[Any, ...]) -> bytes:
-    make, *values = item
-    line: bytes = make(*values)
-    return line
 
 
 # -- this process's tracer --------------------------------------------------------------------------------------------
@@ -214,12 +204,6 @@ Refused = Callable[[Path], object]
 """Called for each invalid line of a file."""
 
 
-class Writes(Protocol):
-    """A file, compressed or not."""
-
-    def write(self, data: bytes, /) -> int: ...
-
-
 def read_trace(run_dir: str | os.PathLike[str], *, refused: Refused = lambda _: None) -> Iterator[Event]:
     """Yield all events as they were written, file by file. The two events of a pair follow each other."""
     for file in files_of(Path(run_dir) / TRACE):
@@ -244,18 +228,19 @@ def merged(run_dir: str | os.PathLike[str], *, refused: Refused = lambda _: None
         yield _says("process_name", number, 0, {"name": name})
         yield _says("process_sort_index", number, 0, {"sort_index": number})
     tracks: dict[tuple[int, str], int] = {}
-    for event in _whole(read_trace(run_dir, refused=refused)):
+    for event in _complete(read_trace(run_dir, refused=refused)):
         process = numbers.get(event["pid"])
         if process is None:  # a file that appeared meanwhile
             continue
-        track = (process, _track(event))
+        beside = event["tid"] == MAIN and event["name"] in ASIDE
+        track = (process, str(event["name" if beside else "tid"]))
         if track not in tracks:
             tracks[track] = 1 + sum(of == process for of, _ in tracks)
             yield _says("thread_name", process, tracks[track], {"name": track[1]})
         yield {**event, "pid": process, "tid": tracks[track]}
 
 
-def write_json(events: Iterable[Event], file: Writes) -> int:
+def write_json(events: Iterable[Event], file: SupportsWrite[bytes]) -> int:
     """Write events in the viewer's format and return their number. They need not fit into memory."""
     count = 0
     file.write(b'{"displayTimeUnit":"ms","traceEvents":[')
@@ -266,7 +251,7 @@ def write_json(events: Iterable[Event], file: Writes) -> int:
     return count
 
 
-def _whole(events: Iterable[Event]) -> Iterator[Event]:
+def _complete(events: Iterable[Event]) -> Iterator[Event]:
     """Drop incomplete pairs, which a killed process or a full disk leaves."""
     begin: Event | None = None
     for event in events:
@@ -275,13 +260,10 @@ def _whole(events: Iterable[Event]) -> Iterator[Event]:
         elif event["ph"] != "e":
             yield event
         elif begin is not None:
-            if _same(begin, event):
+            is_pair = all(begin[name] == event[name] for name in ("id", "name", "pid"))
+            if is_pair and begin["ts"] <= event["ts"]:
                 yield from _pair(begin, event)
             begin = None
-
-
-def _same(begin: Event, end: Event) -> bool:
-    return all(begin[name] == end[name] for name in ("id", "name", "pid")) and begin["ts"] <= end["ts"]
 
 
 def _pair(begin: Event, end: Event) -> Iterator[Event]:
@@ -292,11 +274,6 @@ def _pair(begin: Event, end: Event) -> Iterator[Event]:
     unique = {"id2": {"local": "/".join(map(str, parts))}}
     for event, more in ((begin, {"args": {"ordinal": ordinal, **args}}), (end, {})):
         yield {name: value for name, value in event.items() if name != "id"} | unique | more
-
-
-def _track(event: Event) -> str:
-    own = event["tid"] == MAIN and event["name"] in ASIDE
-    return str(event["name"] if own else event["tid"])
 
 
 def _says(name: str, process: int, thread: int, args: Mapping[str, Any]) -> Event:

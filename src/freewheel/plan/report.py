@@ -124,8 +124,6 @@ WIDTH, HEIGHT, GAP = 460, 300, 24
 """Size of a panel, and the gap between two."""
 LEFT, RIGHT, TOP, BOTTOM = 64, 28, 56, 44
 """Margins for a panel's numbers and labels."""
-ACCENT, FAINT, GRID = "accent", "faint", "grid"
-"""CSS classes; the style below defines their colours for light and dark pages."""
 STYLE = """<style>
   text { font-family: system-ui, sans-serif; fill: #1f2328; } .paper { fill: #ffffff; }
   .accent { stroke: #1f6feb; } .faint { stroke: #8c959f; } .grid { stroke: #e4e7eb; }
@@ -139,149 +137,120 @@ STYLE = """<style>
 MARKS = 4
 """Approximate number of grid lines of an axis."""
 
-Point = tuple[float, float, bool]
-"""x, y, and whether it is measured."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Curve:
-    label: str
-    points: Sequence[Point]
-    colour: str = ACCENT
-    dashes: str = ""
-    has_marks: bool = True
-
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
+    """A picture of rows: `x` of each, and its samples per second. Measured points are filled, others hollow."""
+
     title: str
     x_label: str
-    curves: Sequence[Curve]
-    is_log: bool = False
-    """Both axes are logarithmic."""
+    label: str
+    rows: Sequence[Row]
+    x: str
+    """The attribute of a row on the x axis."""
+    is_scaling: bool = False
+    """Both axes are logarithmic, and a line shows linear scaling from the first row."""
+
+    @property
+    def points(self) -> list[tuple[float, float]]:
+        return [(float(getattr(row, self.x)), row.samples_per_s) for row in self.rows]
+
+    def draw(self) -> list[str]:
+        points, linear = self.points, []
+        if self.is_scaling:
+            (first, rate), (last, _) = points[0], points[-1]
+            linear = [(first, rate), (last, rate / first * last)]
+        x_axis = Axis([x for x, _ in points], LEFT, WIDTH - RIGHT, is_log=self.is_scaling)
+        y_axis = Axis([y for _, y in [*points, *linear]], HEIGHT - BOTTOM, TOP, is_log=self.is_scaling)
+        parts = [_text(LEFT, 16, self.title, weight="600", size=13)]
+        for value in y_axis.ticks:
+            at = y_axis.place(value)
+            parts.append(_path([(LEFT, at), (WIDTH - RIGHT, at)], "grid"))
+            parts.append(_text(LEFT - 6, at + 4, f"{value:,g}", anchor="end"))
+        for value in x_axis.ticks:
+            parts.append(_text(x_axis.place(value), HEIGHT - BOTTOM + 16, f"{value:,g}", anchor="middle"))
+        parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, self.x_label, anchor="middle"))
+        parts.append(_text(WIDTH - RIGHT, 16, "● measured  ○ extrapolated", anchor="end", kind="faint"))
+        is_measured = all(row.basis == "measured" for row in self.rows)
+        curves = [("linear", linear, "faint", "4 3")] if linear else []
+        curves.append((self.label, points, "accent", "" if is_measured else "5 3"))
+        legend = float(LEFT)
+        for label, curve, colour, dashes in curves:
+            parts.append(_path([(legend, 36), (legend + 16, 36)], colour, dashes))
+            parts.append(_text(legend + 22, 40, label))
+            legend += 40 + 6.2 * len(label)
+            parts.append(_path([(x_axis.place(x), y_axis.place(y)) for x, y in curve], colour, dashes))
+        for row, (x, y) in zip(self.rows, points, strict=True):
+            filled = "full" if row.basis == "measured" else "hollow"
+            place = f'cx="{x_axis.place(x):.1f}" cy="{y_axis.place(y):.1f}"'
+            parts.append(f'<circle class="accent {filled}" {place} r="3.5" stroke-width="1.5"/>')
+        return parts
+
+
+class Axis:
+    """Places values between two coordinates."""
+
+    def __init__(self, values: Sequence[float], start: float, end: float, *, is_log: bool) -> None:
+        self._start, self._end, self._is_log = start, end, is_log
+        if is_log:
+            low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)) - 1e-9)
+            high = max(high, low + 1)
+            self._low, self._high = float(low), float(high)
+            self.ticks = [10.0**power for power in range(low, high + 1)]
+        else:
+            fifth = _nice(max(values)) / 5
+            self._low, self._high = 0.0, math.ceil(max(values) / fifth - 1e-9) * fifth
+            step = _nice(self._high / MARKS)
+            self.ticks = [place * step for place in range(math.floor(self._high / step + 1e-9) + 1)]
+
+    def place(self, value: float) -> float:
+        at = math.log10(value) if self._is_log else value
+        return self._start + (self._end - self._start) * (at - self._low) / (self._high - self._low)
+
+
+def _nice(value: float) -> float:
+    """Return the largest of 1, 2, 2.5 or 5 times a power of ten that is not above `value`."""
+    power = math.pow(10, math.floor(math.log10(value)))
+    return max(one * power for one in (1, 2, 2.5, 5) if one * power <= value * (1 + 1e-9))
 
 
 def draw(splits: Sequence[Row], scaled: Sequence[Row] = (), *, title: str) -> str:
     """Draw the splits. `scaled`: the best split of each number of accelerators; without it there is one panel."""
-    panels = [_splits(splits)] + ([_scaled(scaled)] if len(scaled) > 1 else [])
+    winner = best(splits)
+    said = f"Of {winner.accelerators:,} accelerators, {winner.trainers:,} that train and {winner.generators:,} that "
+    said += f"generate give the most: {winner.samples_per_s:,.0f} samples a second."
+    panels = [
+        Panel(
+            title=f"Samples/s by split of {winner.accelerators:,}",
+            x_label="accelerators that train",
+            label=f"best: {winner.trainers:,} train, {winner.generators:,} generate",
+            rows=splits,
+            x="trainers",
+        )
+    ]
+    if len(scaled) > 1:
+        said += f" {scaled[-1].accelerators:,} give {scaled[-1].samples_per_s:,.0f}."
+        of_sizes = Panel(
+            title="Samples/s by size",
+            x_label="accelerators",
+            label="simulated, best split",
+            rows=scaled,
+            x="accelerators",
+            is_scaling=True,
+        )
+        panels.append(of_sizes)
     width = len(panels) * (WIDTH + GAP) - GAP
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {HEIGHT}" width="{width}" height="{HEIGHT}" '
         'role="img" aria-labelledby="t d">',
         f'<title id="t">{escape(title)}</title>',
-        f'<desc id="d">{escape(_described(splits, scaled))}</desc>',
+        f'<desc id="d">{escape(said)}</desc>',
         STYLE,
         f'<rect class="paper" width="{width}" height="{HEIGHT}"/>',
     ]
     for place, panel in enumerate(panels):
-        parts.append(f'<g transform="translate({place * (WIDTH + GAP)} 0)">')
-        parts += _Drawing(panel).lines()
-        parts.append("</g>")
+        parts += [f'<g transform="translate({place * (WIDTH + GAP)} 0)">', *panel.draw(), "</g>"]
     return "\n".join([*parts, "</svg>", ""])
-
-
-def _described(splits: Sequence[Row], scaled: Sequence[Row]) -> str:
-    """Describe the pictures in words."""
-    winner = best(splits)
-    said = f"Of {winner.accelerators:,} accelerators, {winner.trainers:,} that train and {winner.generators:,} that "
-    said += f"generate give the most: {winner.samples_per_s:,.0f} samples a second."
-    if len(scaled) > 1:
-        said += f" {scaled[-1].accelerators:,} give {scaled[-1].samples_per_s:,.0f}."
-    return said
-
-
-def _splits(rows: Sequence[Row]) -> Panel:
-    winner = best(rows)
-    label = f"best: {winner.trainers:,} train, {winner.generators:,} generate"
-    points = [(float(row.trainers), row.samples_per_s, row.basis == "measured") for row in rows]
-    title = f"Samples/s by split of {winner.accelerators:,}"
-    return Panel(title=title, x_label="accelerators that train", curves=[Curve(label=label, points=points)])
-
-
-def _scaled(rows: Sequence[Row]) -> Panel:
-    first = rows[0]
-    each = first.samples_per_s / first.accelerators
-    linear = [(float(row.accelerators), each * row.accelerators, False) for row in (first, rows[-1])]
-    found = [(float(row.accelerators), row.samples_per_s, row.basis == "measured") for row in rows]
-    curves = [
-        Curve(label="linear", points=linear, colour=FAINT, dashes="4 3", has_marks=False),
-        Curve(label="simulated, best split", points=found),
-    ]
-    return Panel(title="Samples/s by size", x_label="accelerators", curves=curves, is_log=True)
-
-
-class _Drawing:
-    """One panel, in its own coordinates."""
-
-    def __init__(self, panel: Panel) -> None:
-        self._panel = panel
-        xs = [point[0] for curve in panel.curves for point in curve.points]
-        ys = [point[1] for curve in panel.curves for point in curve.points]
-        if panel.is_log:
-            self._x_range, self._y_range = _decades(xs), _decades(ys)
-        else:
-            self._x_range, self._y_range = (0.0, _nice(max(xs), up=True)), (0.0, _nice(max(ys), up=True))
-
-    def lines(self) -> list[str]:
-        panel = self._panel
-        parts = [_text(LEFT, 16, panel.title, weight="600", size=13)]
-        parts += [*self._grid(), *self._legend()]
-        for curve in panel.curves:
-            parts += self._curve(curve)
-        return parts
-
-    def _x(self, value: float) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * self._share(value, self._x_range)
-
-    def _y(self, value: float) -> float:
-        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * self._share(value, self._y_range)
-
-    def _share(self, value: float, span: tuple[float, float]) -> float:
-        low, high = span
-        if self._panel.is_log:
-            return math.log(value / low) / math.log(high / low)
-        return (value - low) / (high - low)
-
-    def _ticks(self, span: tuple[float, float]) -> list[float]:
-        low, high = span
-        if self._panel.is_log:
-            return [10.0**power for power in range(round(math.log10(low)), round(math.log10(high)) + 1)]
-        step = _nice(high / MARKS)
-        return [place * step for place in range(math.floor(high / step + 1e-9) + 1)]
-
-    def _grid(self) -> list[str]:
-        parts = []
-        for value in self._ticks(self._y_range):
-            at = self._y(value)
-            parts.append(_line(LEFT, at, WIDTH - RIGHT, at, GRID))
-            parts.append(_text(LEFT - 6, at + 4, f"{value:,g}", anchor="end"))
-        for value in self._ticks(self._x_range):
-            parts.append(_text(self._x(value), HEIGHT - BOTTOM + 16, f"{value:,g}", anchor="middle"))
-        parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, self._panel.x_label, anchor="middle"))
-        return parts
-
-    def _legend(self) -> list[str]:
-        parts = []
-        at = 36.0
-        x = float(LEFT)
-        for curve in self._panel.curves:
-            parts.append(_line(x, at, x + 16, at, curve.colour, curve.dashes))
-            parts.append(_text(x + 22, at + 4, curve.label))
-            x += 40 + 6.2 * len(curve.label)
-        parts.append(_text(WIDTH - RIGHT, 16, "● measured  ○ extrapolated", anchor="end", kind=FAINT))
-        return parts
-
-    def _curve(self, curve: Curve) -> list[str]:
-        path = " ".join(f"{self._x(x):.1f},{self._y(y):.1f}" for x, y, _ in curve.points)
-        known = all(measured for *_, measured in curve.points)
-        dashes = curve.dashes or ("" if known else "5 3")
-        parts = [f'<polyline points="{path}" fill="none" {_stroked(curve.colour, dashes)}/>']
-        if curve.has_marks:
-            for x, y, measured in curve.points:
-                place = f'cx="{self._x(x):.1f}" cy="{self._y(y):.1f}"'
-                filled = "full" if measured else "hollow"
-                parts.append(f'<circle class="{curve.colour} {filled}" {place} r="3.5" stroke-width="1.5"/>')
-        return parts
 
 
 def _text(
@@ -294,24 +263,7 @@ def _text(
     )
 
 
-def _line(x1: float, y1: float, x2: float, y2: float, colour: str, dashes: str = "") -> str:
-    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" {_stroked(colour, dashes)}/>'
-
-
-def _stroked(colour: str, dashes: str) -> str:
+def _path(points: Sequence[tuple[float, float]], colour: str, dashes: str = "") -> str:
+    places = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
     dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
-    return f'class="{colour}" stroke-width="1.5"{dashed}'
-
-
-def _nice(value: float, *, up: bool = False) -> float:
-    """Return the largest of 1, 2, 2.5 or 5 times a power of ten that is not above `value`. With `up`: the next multiple
-    of a fifth of that which is not below `value`."""
-    power = math.pow(10, math.floor(math.log10(value)))
-    step = max(one * power for one in (1, 2, 2.5, 5) if one * power <= value * (1 + 1e-9))
-    return step if not up else math.ceil(value / (step / 5) - 1e-9) * step / 5
-
-
-def _decades(values: Sequence[float]) -> tuple[float, float]:
-    """Return the enclosing whole powers of ten."""
-    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)) - 1e-9)
-    return 10.0**low, 10.0 ** max(high, low + 1)
+    return f'<polyline points="{places}" fill="none" class="{colour}" stroke-width="1.5"{dashed}/>'

@@ -2,22 +2,20 @@
 
     Scene ─┬─ bounds        what may be generated and trained on (`freewheel.queue.staleness`)
            ├─ generation    replicas, slots, the time of a decoding step
-           ├─ scores        the time of a score; a judge's knee, refusals and rate
+           ├─ scores        the time of a score; a judge's knee and rate
            ├─ training      the time of a step
            ├─ weights       the time of a sync
            ├─ hand-over     the time of a message between components
            └─ beside        how much both sides slow each other down on shared hardware
 
-    Tally (trainer), spans (rollouters) ─ Mark at the end of a step ─▶ between two marks: Outcome
-
-`calibration` and `hardware` make scenes. Draws are frozen descriptions of distributions; `stream` turns one into
-numbers from a seeded generator, so equal seeds give equal runs.
+`clusters` makes scenes. Draws are frozen descriptions of distributions; `stream` turns one into numbers from a seeded
+generator, so equal seeds give equal runs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -34,11 +32,14 @@ HALVINGS = 60
 """Bisections of an interval until floats are exhausted."""
 
 
+Values = np.ndarray[tuple[int], np.dtype[np.float64]]
+
+
 class Draw(Protocol):
     @property
     def mean(self) -> float: ...
 
-    def block(self, rng: np.random.Generator, count: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]: ...
+    def block(self, rng: np.random.Generator, count: int) -> Values: ...
 
 
 @dataclass(frozen=True)
@@ -51,21 +52,8 @@ class Constant:
     def mean(self) -> float:
         return self.value
 
-    def block(self, rng: np.random.Generator, count: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    def block(self, rng: np.random.Generator, count: int) -> Values:
         return np.full(count, self.value)
-
-
-@dataclass(frozen=True)
-class Uniform:
-    low: float
-    high: float
-
-    @property
-    def mean(self) -> float:
-        return (self.low + self.high) / 2
-
-    def block(self, rng: np.random.Generator, count: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        return rng.uniform(self.low, self.high, count)
 
 
 @dataclass(frozen=True)
@@ -102,7 +90,7 @@ class Lognormal:
     def _mu(self) -> float:
         return math.log(self.middle) - self.sigma**2 / 2
 
-    def block(self, rng: np.random.Generator, count: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    def block(self, rng: np.random.Generator, count: int) -> Values:
         return np.minimum(rng.lognormal(self._mu, self.sigma, count), self.most)
 
 
@@ -116,15 +104,11 @@ class Measured:
         if not self.values:
             raise ValueError("values = (): give at least one that was measured")
 
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Measured:
-        return cls(tuple(values))
-
     @property
     def mean(self) -> float:
         return math.fsum(self.values) / len(self.values)
 
-    def block(self, rng: np.random.Generator, count: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    def block(self, rng: np.random.Generator, count: int) -> Values:
         return rng.choice(np.asarray(self.values, dtype=np.float64), count)
 
 
@@ -179,7 +163,7 @@ class Generation:
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """How a response gets its score. Without `knee`, `refuse_above` and `rate_per_s` there is no limit."""
+    """How a response gets its score. Without `knee` and `rate_per_s` there is no limit."""
 
     is_judge: bool = False
     """An LLM judge scores, not only a function."""
@@ -187,21 +171,18 @@ class Scores:
     """Latency of a single request."""
     knee: int | None = None
     """Beyond this many requests at a time each one gets a smaller share of the judge."""
-    refuse_above: int | None = None
-    """The judge answers 429 beyond this many requests at a time."""
     rate_per_s: float | None = None
     """The judge answers 429 beyond this many requests per second; the pacer knows it (`requests_per_minute`)."""
 
     @property
     def is_limited(self) -> bool:
-        return any(one is not None for one in (self.knee, self.refuse_above, self.rate_per_s))
+        return self.knee is not None or self.rate_per_s is not None
 
     @property
     def per_s(self) -> float | None:
         """Most scores per second; None: unlimited."""
-        widest = min((one for one in (self.knee, self.refuse_above) if one is not None), default=None)
-        bounds = [self.rate_per_s, None if widest is None else widest / max(self.latency_s.mean, 1e-9)]
-        return min((one for one in bounds if one is not None), default=None)
+        of_knee = None if self.knee is None else self.knee / max(self.latency_s.mean, 1e-9)
+        return min((one for one in (self.rate_per_s, of_knee) if one is not None), default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,6 +200,9 @@ class Training:
     def step_s(self, tokens: float) -> float:
         return self.base_s + self.per_token_s * tokens
 
+    def faster(self, factor: float) -> Training:
+        return replace(self, base_s=self.base_s / factor, per_token_s=self.per_token_s / factor)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
@@ -234,10 +218,8 @@ class Weights:
 class HandOver:
     """Times of messages between components, journal included."""
 
-    admit_s: float = 0.0
-    put_s: float = 0.0
-    take_s: float = 0.0
-    commit_s: float = 0.0
+    message_s: float = 0.0
+    """Time to admit, to put, to take, and to commit: each is a message."""
     linger_s: float = PUT_LINGER_S
     """How long finished groups wait to share a message."""
     interval_s: float = 0.0
@@ -250,10 +232,6 @@ class Beside:
 
     generation: float = 1.0
     training: float = 1.0
-
-    @property
-    def apart(self) -> bool:
-        return self.generation == 1.0 and self.training == 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,10 +300,6 @@ class Scene:
         if self.bounds.in_turns:
             return in_turns(self.capacities)
         return streaming(self.capacities)[1]
-
-
-BUSY, FILLED = "busy", "filled"
-"""Entries of a mark's spans: seconds in which engines decoded, and the same weighted with the share of slots in use."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -404,68 +378,3 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
             slots_in_use=self.slots_in_use,
         )
         return verdict(self.waits, setting, scoring, tried=tried)
-
-
-@dataclass(slots=True)
-class Tally:
-    """Sums over a simulation: the trainer's seconds, and what was trained on."""
-
-    train_s: float = 0.0
-    wait_s: float = 0.0
-    pack_s: float = 0.0
-    groups: int = 0
-    tokens: int = 0
-    ready_sum: int = 0
-    steps: int = 0
-    scored: int = 0
-    lag_counts: list[int] = field(default_factory=list)
-
-    def note_lag(self, lag: int) -> None:
-        if lag >= len(self.lag_counts):
-            self.lag_counts += [0] * (lag + 1 - len(self.lag_counts))
-        self.lag_counts[lag] += 1
-
-
-@dataclass(frozen=True)
-class Mark:
-    """The sums at a moment."""
-
-    at: float
-    tally: Tally
-    spans: dict[str, float]
-    """Of all rollouters together."""
-
-    @classmethod
-    def now(cls, at: float, tally: Tally, spans: dict[str, float]) -> Mark:
-        return cls(at, replace(tally, lag_counts=list(tally.lag_counts)), spans)
-
-
-def between(before: Mark, after: Mark, *, n: int, replicas: int) -> dict[str, object]:
-    """Return the fields of an `Outcome` between two marks."""
-    wall_s = after.at - before.at
-    first, last = before.tally, after.tally
-    spent = {name: (spans - before.spans[name]) / (wall_s * replicas) for name, spans in after.spans.items()}
-    known = [*first.lag_counts, *[0] * (len(last.lag_counts) - len(first.lag_counts))]
-    lags = [many - some for many, some in zip(last.lag_counts, known, strict=True)]
-    groups, steps = last.groups - first.groups, last.steps - first.steps
-    return {
-        "wall_s": wall_s,
-        "groups": groups,
-        "samples": groups * n,
-        "tokens": last.tokens - first.tokens,
-        "waits": {
-            "trainer": {
-                "train": (last.train_s - first.train_s) / wall_s,
-                "wait_batch": (last.wait_s - first.wait_s) / wall_s,
-                "pack": (last.pack_s - first.pack_s) / wall_s,
-            },
-            "rollouter": {name: share for name, share in spent.items() if name not in (BUSY, FILLED)},
-        },
-        "engine_busy": spent[BUSY],
-        "slots_in_use": spent[FILLED],
-        "lag_mean": sum(lag * many for lag, many in enumerate(lags)) / groups,
-        "lag_max": max((lag for lag, many in enumerate(lags) if many), default=0),
-        "lag_counts": lags,
-        "ready_mean": (last.ready_sum - first.ready_sum) / steps,
-        "scores_per_s": (last.scored - first.scored) / wall_s,
-    }

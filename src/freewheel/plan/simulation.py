@@ -22,6 +22,10 @@ replicas.
     submit ─▶ waiting ─ Pacer.ready_at, Limiter.has_room ─▶ ProcessorSharing ─ done ─▶ scored
                  ▲                                              │ refused
                  └──── backoff_s, the slot is free ◀────────────┘
+
+`simulate_slice` simulates a large run by a proportional slice: engines are alike, so a tenth of the engines and a tenth
+of the groups and of the judge's rate behaves like the whole, as long as there are enough of each to average over. Times
+of a step, a version and a message do not shrink. A test compares slices with wholes.
 """
 
 from __future__ import annotations
@@ -29,11 +33,13 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from freewheel.data.group import Ticket
@@ -41,27 +47,38 @@ from freewheel.judge.limiter import Limiter
 from freewheel.judge.limiter import Ticket as JudgeTicket
 from freewheel.judge.pacing import MINUTE_S, Pacer, backoff_s
 from freewheel.judge.testing.profile import ProcessorSharing
-from freewheel.plan.scene import (
-    BUSY,
-    FILLED,
-    Generation,
-    Mark,
-    Outcome,
-    Scene,
-    Scores,
-    Tally,
-    between,
-    stream,
-    whole_stream,
-)
+from freewheel.plan.scene import Generation, Outcome, Scene, Scores, stream, whole_stream
 from freewheel.queue.message_queue import TicketRequest
 from freewheel.queue.staleness import StalenessPolicy
 from freewheel.rollout.rollouter import Lookahead
 
-Event = tuple[float, int, Callable[[Any], None], Any]
-
 REFUSAL_S = 0.02
 """Time of a judge's refusal: a network round trip and no work."""
+
+
+class Timer:
+    """An expected event. Expecting another one cancels it."""
+
+    __slots__ = ("order",)
+
+    def __init__(self) -> None:
+        self.order = -1
+
+    def cancel(self) -> None:
+        self.order = -1
+
+
+Event = tuple[float, int, Callable[[Any], None], Any, Timer | None]
+
+
+class Mark(NamedTuple):
+    """The sums at the end of a step."""
+
+    at_s: float
+    sums: defaultdict[str, float]
+    """Seconds by span, and counts."""
+    lags: Counter[int]
+    """Groups trained on, by lag."""
 
 
 class Simulation:
@@ -79,7 +96,7 @@ class Simulation:
             self._trained_lengths = whole_stream(scene.trained_lengths, trained)
         self._varies = stream(scene.training.varies, varies)
         self._judge = LimitedJudge(scene.scores, self._latencies, seed) if scene.scores.is_limited else None
-        self._judge_event = 0
+        self._judge_timer = Timer()
         self._events: list[Event] = []
         self._order = count()
         self._replicas = [
@@ -100,9 +117,10 @@ class Simulation:
         self._groups: list[Group] = []  # groups in training
         self._began_at = self._work_at = self._work_s = 0.0
         self._pace = 1.0
-        self._train_event = 0
-        self._tally = Tally()
+        self._train_timer = Timer()
         self._steps_done = 0
+        self._sums: defaultdict[str, float] = defaultdict(float)
+        self._lags: Counter[int] = Counter()
         self._marks: dict[int, Mark] = {}
         # synchronizer
         self._pending: int | None = None
@@ -114,14 +132,18 @@ class Simulation:
         self._mark(0)
         events = self._events
         while events:
-            self.now, _, what, whom = heapq.heappop(events)
-            what(whom)
+            self.now, order, what, whom, timer = heapq.heappop(events)
+            if timer is None or timer.order == order:
+                what(whom)
         assert self._steps_done == self.scene.steps, f"it stood still after step {self._steps_done}"
         assert self.policy.trained == self.scene.bounds.total_groups and not self._stored
         return self._outcome()
 
-    def _at(self, time: float, what: Callable[[Any], None], whom: Any = None) -> None:
-        heapq.heappush(self._events, (time, next(self._order), what, whom))
+    def _at(self, time: float, what: Callable[[Any], None], whom: Any = None, timer: Timer | None = None) -> None:
+        order = next(self._order)
+        if timer is not None:
+            timer.order = order
+        heapq.heappush(self._events, (time, order, what, whom, timer))
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
@@ -129,21 +151,18 @@ class Simulation:
         want = replica.lookahead.want
         replica.resting = not want
         if want:
-            replica.asking = TicketRequest(str(replica.place), want, replica.lookahead.load)
-            self._asking.append(replica.asking)
+            self._asking.append(TicketRequest(str(replica.place), want, replica.lookahead.load))
             self._serve()
 
     def _serve(self) -> None:
-        if not self._asking:
-            return
         room = self.policy.room
-        if not room:
+        if not self._asking or not room:
             return
         deal(self._asking, room, self._issue)
         waiting = []
         for asking in self._asking:
             if asking.tickets:
-                self._at(self.now + self.scene.hand_over.admit_s, self._admitted, asking)
+                self._at(self.now + self.scene.hand_over.message_s, self._admitted, asking)
             else:
                 waiting.append(asking)
         self._asking = waiting
@@ -154,11 +173,10 @@ class Simulation:
 
     def _admitted(self, asking: TicketRequest) -> None:
         replica = self._replicas[int(asking.replica)]
-        replica.asking = None
         engine, n = replica.engine, self.scene.n
         engine.advance(self.now)
         for ticket in asking.tickets:
-            engine.add(Group(ticket.sequence, n, replica.place), n)
+            engine.add(Group(ticket.sequence, n, replica.place))
         replica.lookahead.admit(len(asking.tickets))
         replica.generating += len(asking.tickets)
         replica.making += len(asking.tickets)
@@ -168,12 +186,10 @@ class Simulation:
             self._ask(replica)
             return
         replica.resting = True
-        replica.rest += 1
-        self._at(self.now + self.scene.hand_over.interval_s, self._rested, (replica, replica.rest))
+        self._at(self.now + self.scene.hand_over.interval_s, self._rested, replica, replica.rest)
 
-    def _rested(self, whom: tuple[Replica, int]) -> None:
-        replica, rest = whom
-        if replica.resting and replica.rest == rest:
+    def _rested(self, replica: Replica) -> None:
+        if replica.resting:
             self._ask(replica)
 
     # -- generation ---------------------------------------------------------------------------------------------------
@@ -188,15 +204,12 @@ class Simulation:
 
     def _expect(self, replica: Replica) -> None:
         """Schedule the next end of a response; earlier expectations become void."""
-        replica.event += 1
+        replica.decode.cancel()
         at = replica.engine.due_at()
         if at < math.inf:
-            self._at(at, self._decoded, (replica, replica.event))
+            self._at(at, self._decoded, replica, replica.decode)
 
-    def _decoded(self, whom: tuple[Replica, int]) -> None:
-        replica, event = whom
-        if replica.event != event:
-            return
+    def _decoded(self, replica: Replica) -> None:
         ended = replica.engine.finish(self.now)
         if not replica.engine.running:
             self._busy(-1)
@@ -212,7 +225,7 @@ class Simulation:
                 if not group.unmade:
                     self._made(replica)
                     self._at(group.scored_at, self._scored_whole, group)
-            self._tally.scored += len(ended)
+            self._sums["scored"] += len(ended)
         else:
             for group in ended:
                 self._judge.submit(group)
@@ -231,20 +244,18 @@ class Simulation:
 
     # -- scoring ------------------------------------------------------------------------------------------------------
 
-    def _ask_judge(self, event: int | None = None) -> None:
+    def _ask_judge(self, _: None = None) -> None:
         judge = self._judge
         assert judge is not None
-        if event is not None and event != self._judge_event:
-            return
         for group in judge.pump(self.now):
-            self._tally.scored += 1
+            self._sums["scored"] += 1
             group.unscored -= 1
             if not group.unscored and not group.unmade:
                 self._scored_whole(group)
-        self._judge_event += 1
+        self._judge_timer.cancel()
         at = judge.next_at()
         if at < math.inf:
-            self._at(max(at, self.now), self._ask_judge, self._judge_event)
+            self._at(max(at, self.now), self._ask_judge, None, self._judge_timer)
 
     def _scored_whole(self, group: Group) -> None:
         """Send a completely scored group to the queue, with others that finish at the same time."""
@@ -253,17 +264,14 @@ class Simulation:
         replica.mail.append(group)
         if not replica.making:
             replica.note(self.now)
-            replica.post += 1
-            self._post((replica, replica.post))
+            replica.post.cancel()
+            self._post(replica)
         elif len(replica.mail) == 1:
-            replica.post += 1
-            self._at(self.now + self.scene.hand_over.linger_s, self._post, (replica, replica.post))
+            self._at(self.now + self.scene.hand_over.linger_s, self._post, replica, replica.post)
 
-    def _post(self, whom: tuple[Replica, int]) -> None:
-        replica, post = whom
-        if replica.post == post and replica.mail:
-            mail, replica.mail = replica.mail, []
-            self._at(self.now + self.scene.hand_over.put_s, self._are_stored, mail)
+    def _post(self, replica: Replica) -> None:
+        mail, replica.mail = replica.mail, []
+        self._at(self.now + self.scene.hand_over.message_s, self._are_stored, mail)
 
     def _are_stored(self, groups: list[Group]) -> None:
         for group in groups:
@@ -282,7 +290,7 @@ class Simulation:
         if chosen:
             self._asks_for += 1
             groups = [self._stored.pop(sequence) for sequence in chosen]
-            self._at(self.now + self.scene.hand_over.take_s, self._took, groups)
+            self._at(self.now + self.scene.hand_over.message_s, self._took, groups)
 
     def _took(self, groups: list[Group]) -> None:
         self._batch = groups
@@ -292,20 +300,20 @@ class Simulation:
     def _begin(self) -> None:
         groups, self._batch = self._batch, None
         assert groups is not None
-        tally = self._tally
+        sums = self._sums
         if self._idle_since is not None:
-            tally.wait_s += self.now - self._idle_since
+            sums["wait_batch"] += self.now - self._idle_since
             self._idle_since = None
         self._begun += 1
-        tally.steps += 1
-        tally.ready_sum += self.policy.ready
+        sums["steps"] += 1
+        sums["ready"] += self.policy.ready
         version, bounds = self._version, self.scene.bounds
         for group in groups:
             lag = version - group.version
             assert 0 <= lag <= bounds.max_lag, f"lag {lag}, and the bound is {bounds.max_lag}"
-            tally.note_lag(lag)
-            tally.tokens += group.tokens
-        tally.groups += len(groups)
+            self._lags[lag] += 1
+            sums["tokens"] += group.tokens
+        sums["groups"] += len(groups)
         self._training, self._groups = True, groups
         self._work_s = self.scene.training.step_s(self._tokens_of(groups)) * next(self._varies)
         self._began_at = self._work_at = self.now
@@ -323,20 +331,17 @@ class Simulation:
         return prompts + sum(next(lengths) for _ in range(samples))
 
     def _expect_trained(self) -> None:
-        self._train_event += 1
-        self._at(self.now + self._work_s * self._pace, self._trained, self._train_event)
+        self._at(self.now + self._work_s * self._pace, self._trained, None, self._train_timer)
 
-    def _trained(self, event: int) -> None:
-        if event != self._train_event:
-            return
-        self._tally.train_s += self.now - self._began_at
+    def _trained(self, _: None) -> None:
+        self._sums["train"] += self.now - self._began_at
         self._training = False
         self._steps_done += 1
         self._mark(self._steps_done)
         self._slow_engines(1.0)
         completes = self._steps_in_version + 1 >= self.scene.bounds.steps_per_version
         pack_s = self.scene.training.pack_s if completes else 0.0
-        self._tally.pack_s += pack_s
+        self._sums["pack"] += pack_s
         self._at(self.now + pack_s, self._packed, self._groups)
 
     def _packed(self, groups: list[Group]) -> None:
@@ -344,7 +349,7 @@ class Simulation:
         if self._steps_in_version >= self.scene.bounds.steps_per_version:
             self._steps_in_version = 0
             self._version += 1
-        self._at(self.now + self.scene.hand_over.commit_s, self._committed, groups)
+        self._at(self.now + self.scene.hand_over.message_s, self._committed, groups)
         self._idle_since = self.now
         if self._batch is not None:
             self._begin()
@@ -420,31 +425,47 @@ class Simulation:
         """Record the sums at the end of a step that is measured."""
         if step not in (*self.scene.measured, self.scene.steps):
             return
-        spans: dict[str, float] = {BUSY: 0.0, FILLED: 0.0}
+        sums = self._sums.copy()
         for replica in self._replicas:
             replica.engine.advance(self.now)
-            spans[BUSY] += replica.engine.busy_s
-            spans[FILLED] += replica.engine.sequence_s / self.scene.generation.slots
+            sums["engine_busy"] += replica.engine.busy_s
+            sums["slots_in_use"] += replica.engine.sequence_s / self.scene.generation.slots
             for name, seconds in replica.spans(self.now).items():
-                spans[name] = spans.get(name, 0.0) + seconds
-        self._marks[step] = Mark.now(self.now, self._tally, spans)
+                sums[name] += seconds
+        self._marks[step] = Mark(self.now, sums, self._lags.copy())
 
     def _outcome(self) -> Outcome:
         first, last = self.scene.measured
-        fields: dict[str, Any] = between(
-            self._marks[first], self._marks[last], n=self.scene.n, replicas=len(self._replicas)
-        )
-        busy_s = sum(replica.engine.busy_s for replica in self._replicas)
-        tokens = sum(replica.engine.tokens for replica in self._replicas)
+        before, after = self._marks[first], self._marks[last]
+        wall_s = after.at_s - before.at_s
+        sums = {name: value - before.sums[name] for name, value in after.sums.items()}
+        share = {name: value / (wall_s * len(self._replicas)) for name, value in sums.items()}
+        lags = [after.lags[lag] - before.lags[lag] for lag in range(max(after.lags) + 1)]
+        groups, judge = int(sums["groups"]), self._judge
         return Outcome(
             steps=last - first,
-            held_back=self._judge.held_back_s / self.now if self._judge else None,
-            judge_limit=self._judge.limiter.limit if self._judge else None,
-            judge_refused=self._judge.refused if self._judge else 0,
-            whole_s=self._marks[self.scene.steps].at,
-            busy_per_token_s=busy_s / tokens,
+            wall_s=wall_s,
+            groups=groups,
+            samples=groups * self.scene.n,
+            tokens=int(sums["tokens"]),
+            waits={
+                "trainer": {name: sums[name] / wall_s for name in ("train", "wait_batch", "pack")},
+                "rollouter": {name: share[name] for name in (*DOING, "load_weights")},
+            },
+            engine_busy=share["engine_busy"],
+            slots_in_use=share["slots_in_use"],
+            lag_mean=sum(lag * many for lag, many in enumerate(lags)) / groups,
+            lag_max=max((lag for lag, many in enumerate(lags) if many), default=0),
+            lag_counts=lags,
+            ready_mean=sums["ready"] / sums["steps"],
+            scores_per_s=sums["scored"] / wall_s,
+            held_back=judge.held_back_s / self.now if judge else None,
+            judge_limit=judge.limiter.limit if judge else None,
+            judge_refused=judge.refused if judge else 0,
+            whole_s=self._marks[self.scene.steps].at_s,
+            busy_per_token_s=sum(replica.engine.busy_s for replica in self._replicas)
+            / sum(replica.engine.tokens for replica in self._replicas),
             lives=self.policy.trained,
-            **fields,
         )
 
 
@@ -459,11 +480,13 @@ SLACK = 1e-6
 class Group:
     """One group on its way."""
 
-    __slots__ = ("replica", "scored_at", "sequence", "tokens", "unmade", "unscored", "version")
+    __slots__ = ("replica", "scored_at", "sequence", "tokens", "unmade", "unscored", "unstarted", "version")
 
     def __init__(self, sequence: int, n: int, replica: int) -> None:
         self.sequence = sequence
         self.replica = replica
+        self.unstarted = n
+        """Responses without a slot so far."""
         self.unmade = n
         """Responses that are not generated yet."""
         self.unscored = n
@@ -477,11 +500,6 @@ class Group:
 class Engine:
     """Ends every added response once, after as many steps as it has tokens."""
 
-    __slots__ = (
-        "_at", "_due", "_keys", "_lengths", "_model", "_samples_waiting", "_stall_s", "_steps", "_token_s", "_waiting",
-        "busy_s", "paused", "running", "sequence_s", "slowed", "tokens", "version",
-    )  # fmt: skip
-
     def __init__(self, model: Generation, lengths: Iterator[int]) -> None:
         self._model = model
         self._lengths = lengths
@@ -491,7 +509,7 @@ class Engine:
         self._stall_s = 0.0  # time for prompts that must be read before the next step
         self._due: dict[int, list[Group]] = {}
         self._keys: list[int] = []  # keys of `_due`, a heap
-        self._waiting: deque[list[object]] = deque()  # [group, samples without a slot]
+        self._waiting: deque[Group] = deque()
         self._samples_waiting = 0
         self.running = 0
         self.version = 0
@@ -525,10 +543,10 @@ class Engine:
             return math.inf
         return self._at + self._stall_s + max(0.0, self._keys[0] - self._steps) * self._token_s
 
-    def add(self, group: Group, samples: int) -> None:
-        """Queue samples. Call after `advance`; `enter` then gives them slots."""
-        self._waiting.append([group, samples])
-        self._samples_waiting += samples
+    def add(self, group: Group) -> None:
+        """Queue a group's responses. Call after `advance`; `enter` then gives them slots."""
+        self._waiting.append(group)
+        self._samples_waiting += group.unstarted
 
     def finish(self, now: float) -> list[Group]:
         """Finish the step at `due_at`: return the group of each ended response. Waiting samples take their slots."""
@@ -551,10 +569,8 @@ class Engine:
             due, lengths, keys, waiting = self._due, self._lengths, self._keys, self._waiting
             apart = model.resolution
             while free and waiting:
-                entry = waiting[0]
-                group: Group = entry[0]  # type: ignore[assignment]
-                samples: int = entry[1]  # type: ignore[assignment]
-                count = free if free < samples else samples
+                group = waiting[0]
+                count = min(free, group.unstarted)
                 if group.version < 0:
                     group.version = self.version
                     self._stall_s += model.prefill_s * self.slowed
@@ -565,19 +581,16 @@ class Engine:
                     step = start + length
                     if apart > 1:
                         step = max((step + apart // 2) // apart, start // apart + 1) * apart
-                    there = due.get(step)
-                    if there is None:
-                        due[step] = [group]
+                    if step not in due:
+                        due[step] = []
                         heapq.heappush(keys, step)
-                    else:
-                        there.append(group)
+                    due[step].append(group)
                 free -= count
                 self.running += count
                 self._samples_waiting -= count
-                if count == samples:
+                group.unstarted -= count
+                if not group.unstarted:
                     waiting.popleft()
-                else:
-                    entry[1] = samples - count
         self._token_s = model.token_s(self.running) * self.slowed
 
     def slow(self, factor: float) -> None:
@@ -593,11 +606,6 @@ DOING = ("generate", "wait_reward", "wait_room")
 class Replica:
     """State of a simulated rollouter; `Simulation` decides what happens."""
 
-    __slots__ = (
-        "_doing", "_since", "_spent", "asking", "engine", "event", "generating", "loading_s", "loading_since",
-        "lookahead", "mail", "making", "place", "post", "rest", "resting",
-    )  # fmt: skip
-
     def __init__(self, place: int, engine: Engine, *, slots: int, n: int) -> None:
         self.place = place
         self.engine = engine
@@ -605,14 +613,12 @@ class Replica:
         self.generating = 0
         self.making = 0
         """Groups in generation or scoring."""
-        self.asking: TicketRequest | None = None
         self.resting = False
         """It asks again when responses leave the engine, or after the interval."""
         self.mail: list[Group] = []
         self.loading_s = 0.0
         self.loading_since: float | None = None
-        self.event = self.rest = self.post = 0
-        """Numbers of the latest expected events: an event with another number is void."""
+        self.decode, self.rest, self.post = Timer(), Timer(), Timer()
         self._doing = "wait_room"
         self._since = 0.0
         self._spent = dict.fromkeys(DOING, 0.0)
@@ -634,10 +640,6 @@ class Replica:
 
 def deal(asking: Sequence[TicketRequest], room: int, issue: Callable[[], Ticket]) -> None:
     """Give up to `room` tickets to the requests, least loaded first."""
-    if len(asking) == 1:
-        one = asking[0]
-        one.tickets += [issue() for _ in range(min(room, one.want - len(one.tickets)))]
-        return
     order = [(one.pressure, place) for place, one in enumerate(asking) if len(one.tickets) < one.want]
     heapq.heapify(order)
     while room and order:
@@ -670,7 +672,7 @@ class LimitedJudge:
         self._asked: dict[int, tuple[Group, float]] = {}  # by number, until scored: its group and its work
         self._fresh: deque[int] = deque()
         self._resting: list[tuple[float, int]] = []
-        self._refusals: list[tuple[float, int, bool]] = []  # when it is heard, the number, whether for the rate
+        self._refusals: list[tuple[float, int]] = []  # when it is heard, and the number
         self._tickets: dict[int, JudgeTicket] = {}
         self._failures: dict[int, int] = {}
         self._numbers = 0
@@ -706,14 +708,10 @@ class LimitedJudge:
 
     def _hear_refusals(self, now: float) -> None:
         while self._refusals and self._refusals[0][0] <= now:
-            _, number, for_rate = heapq.heappop(self._refusals)
-            ticket = self._tickets.pop(number)
+            _, number = heapq.heappop(self._refusals)
             failures = self._failures[number] = self._failures.get(number, 0) + 1
-            if for_rate:
-                self.limiter.released(ticket, now)
-                self._pacer.rejected(now, None)
-            else:
-                self.limiter.throttled(ticket, now)
+            self.limiter.released(self._tickets.pop(number), now)
+            self._pacer.rejected(now, None)
             heapq.heappush(self._resting, (now + backoff_s(failures, None, self._random), number))
 
     def _send(self, now: float) -> None:
@@ -731,12 +729,11 @@ class LimitedJudge:
             number = heapq.heappop(self._resting)[1] if rested else self._fresh.popleft()
             self._pacer.sent(now, 0)
             self._tickets[number] = self.limiter.sent(now)
-            is_full = self._scores.refuse_above is not None and len(self._serving) >= self._scores.refuse_above
-            if is_full or not self._rate_admits(now):
-                self.refused += 1
-                heapq.heappush(self._refusals, (now + REFUSAL_S, number, not is_full))
-            else:
+            if self._rate_admits(now):
                 self._serving[self._judge.join(now, self._asked[number][1])] = number
+            else:
+                self.refused += 1
+                heapq.heappush(self._refusals, (now + REFUSAL_S, number))
 
     def _rate_admits(self, now: float) -> bool:
         rate = self._scores.rate_per_s
@@ -753,3 +750,58 @@ class LimitedJudge:
         """Return the time of the next own event."""
         at = min(self._judge.next_finish(), self._wake_at)
         return min(at, self._refusals[0][0]) if self._refusals else at
+
+
+MOST_GROUPS = 768
+"""Most groups per step of a slice: their lengths average to within a percent."""
+LEAST_REPLICAS = 8
+"""Fewest engines of a slice. One is enough if each has that many groups."""
+
+
+def simulate_slice(scene: Scene, *, seed: int = 0) -> Outcome:
+    """Simulate a scene of any size; small ones are simulated whole."""
+    one, parts = slice_of(scene)
+    found = simulate(one, seed=seed)
+    if parts == 1.0:
+        return found
+    counts = {
+        name: round(getattr(found, name) * parts) for name in ("groups", "samples", "tokens", "judge_refused", "lives")
+    }
+    return msgspec.structs.replace(
+        found,
+        **counts,
+        lag_counts=[round(count * parts) for count in found.lag_counts],
+        ready_mean=found.ready_mean * parts,
+        scores_per_s=found.scores_per_s * parts,
+        judge_limit=None if found.judge_limit is None else round(found.judge_limit * parts),
+    )
+
+
+def slice_of(scene: Scene) -> tuple[Scene, float]:
+    """Return a slice, and how many slices make the whole."""
+    bounds, made, scores = scene.bounds, scene.generation, scene.scores
+    fewest = LEAST_REPLICAS if bounds.groups_per_step < MOST_GROUPS * made.replicas else 1
+    into = min(bounds.groups_per_step // MOST_GROUPS, made.replicas // fewest)
+    if into < 2:
+        return scene, 1.0
+    replicas = round(made.replicas / into)
+    groups = round(bounds.groups_per_step * replicas / made.replicas)
+    parts = bounds.groups_per_step / groups
+    of_slice = replace(
+        scene,
+        bounds=replace(
+            bounds,
+            groups_per_step=groups,
+            window=round((bounds.window - 1) / parts) + 1,
+            max_alive=max(groups * bounds.steps_per_version, round(bounds.max_alive / parts)),
+            total_groups=scene.steps * groups,
+        ),
+        generation=replace(made, replicas=replicas),
+        scores=replace(
+            scores,
+            knee=None if scores.knee is None else max(1, round(scores.knee / parts)),
+            rate_per_s=None if scores.rate_per_s is None else scores.rate_per_s / parts,
+        ),
+        training=replace(scene.training, per_token_s=scene.training.per_token_s * parts),
+    )
+    return of_slice, parts

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 if TYPE_CHECKING:
-    from freewheel.dashboard.terminal import LiveView, PlainView
+    from freewheel.dashboard.terminal import View
     from freewheel.runtime.config import TrainConfig
 
 PARENT_CHECK_S = 1.0
@@ -89,7 +89,7 @@ END_S = 2.0
 
 
 @contextmanager
-def page_of(config: TrainConfig, shown: LiveView | PlainView) -> Iterator[None]:
+def page_of(config: TrainConfig, shown: View) -> Iterator[None]:
     """Serve the page of the run that `freewheel train` starts, if its settings ask for one. The address is shown and
     goes into no file, because it grants access."""
     if not config.observe.dashboard or config.run_dir is None:
@@ -114,7 +114,7 @@ def beside(run_dir: str | os.PathLike[str], *, port: int = 0) -> Iterator[str]:
         child, found = _start(folder, port)
     except OSError as error:
         log.warning(
-            "The run has no page (%s): it goes on without one. `freewheel dashboard %s` shows it; "
+            "The run has no page (%s) and continues without one. `freewheel dashboard %s` shows it; "
             "observe.dashboard_port=0 takes any free port",
             *(error, folder),
         )

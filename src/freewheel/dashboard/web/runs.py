@@ -2,7 +2,7 @@
 
     freewheel dashboard RUN FOLDER ─▶ Runs ─ find ─▶ RunView ─▶ `views`
                                                      ├─ Settings: config.yaml as plain values
-                                                     ├─ RecordedMetrics, Timeline, Samples, warnings of log.jsonl
+                                                     ├─ RecordedMetrics, RecordedTrace, Samples, warnings of log.jsonl
                                                      └─ LastStep: by journal and checkpoints, where metrics have gaps
 
 A request names a run by its id, which is looked up: no path comes from a browser. One thread at a time reads a view. A
@@ -20,15 +20,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import msgspec
 import yaml
 
 from freewheel.dashboard.web.samples import Samples
-from freewheel.dashboard.web.timeline import Timeline
 from freewheel.errors import ConfigError
-from freewheel.inspect.metrics import Columns, RecordedMetrics, Warned
+from freewheel.inspect.metrics import Columns, RecordedMetrics
+from freewheel.inspect.trace import RecordedTrace
 from freewheel.observe.lines import Tail, decoded, open_regular
 from freewheel.observe.run_folder import CHECKPOINTS, CONFIG, FINAL, JOURNAL, LOG, METRICS, saved_steps
 from freewheel.runtime.config import THRESHOLDS
@@ -130,10 +130,18 @@ class LastStep:
 
     def look(self) -> int:
         """Return the last step; 0 if neither journal nor checkpoints know."""
+        from freewheel.queue.journal import Journal, JournalError
+
+        journal_path = self._folder / JOURNAL
         seen = [_mark(self._folder / name) for name in (JOURNAL, f"{JOURNAL}-wal", CHECKPOINTS)]
         if seen != self._seen or self.unread:  # becoming readable changes no file
-            self._seen = seen
-            committed, self.unread = _committed(self._folder / JOURNAL)
+            self._seen, self.unread, committed = seen, "", 0
+            try:
+                if journal_path.is_file():
+                    with closing(Journal(journal_path, readonly=True, checked=False)) as journal:
+                        committed = journal.last_step()
+            except (JournalError, sqlite3.Error, OSError) as error:
+                self.unread = str(error) or type(error).__name__
             self._step = max([committed, *saved_steps(self._folder)])
         return self._step
 
@@ -146,24 +154,12 @@ def _mark(path: Path) -> tuple[int, int]:
     return (about.st_mtime_ns, about.st_size)
 
 
-def _committed(path: Path) -> tuple[int, str]:
-    """Return the last committed step of the journal, and why it could not be read."""
-    from freewheel.queue.journal import Journal, JournalError
-
-    if not path.is_file():
-        return 0, ""
-    try:
-        with closing(Journal(path, readonly=True, checked=False)) as journal:
-            return journal.last_step(), ""
-    except (JournalError, sqlite3.Error, OSError) as error:
-        return 0, str(error) or type(error).__name__
-
-
 def describe_gaps(recorded: RecordedMetrics, step: int, unread: str = "") -> list[str]:
     """Describe what is missing in the metrics of a run that came to `step`; empty if nothing is. `unread`: why its
     journal could not be read."""
     found = [f"{JOURNAL} cannot be read ({unread}): the run may have come further than is shown"] if unread else []
-    known = _known(step, by="its checkpoints" if unread else "its journal and its checkpoints, which the ledger shows")
+    by = "its checkpoints" if unread else "its journal and its checkpoints, which the ledger shows"
+    known = f"That it came to step {step:,} is known by {by}" if step else "How far it came is not known"
     if not recorded.exists:
         return [f"{METRICS} is missing or cannot be opened: there are no curves. {known}", *found]
     if recorded.bad_lines:
@@ -174,12 +170,6 @@ def describe_gaps(recorded: RecordedMetrics, step: int, unread: str = "") -> lis
         rows = f"{METRICS} has rows of {told:,} of {step:,} steps: {why}"
         found.append(rows if last == step else f"{rows}. {known}")
     return found
-
-
-def _known(step: int, *, by: str) -> str:
-    if not step:
-        return "How far it came is not known"
-    return f"That it came to step {step:,} is known by {by}"
 
 
 BEGUN_MARKS = (METRICS, JOURNAL, CHECKPOINTS)
@@ -196,19 +186,25 @@ LEVELS = (b'"WARNING"', b'"ERROR"', b'"CRITICAL"')
 State = Literal["live", "finished", "ended", "removed", "waiting"]
 
 
-class Clock(Protocol):
-    def __call__(self) -> float: ...
+class Warned(msgspec.Struct, gc=False):
+    """A line of `log.jsonl`."""
+
+    time: float
+    level: str
+    message: str
+    role: str = ""
+    step: int | None = None
 
 
 class RunView:
     """One run. Within `reading` it shows what its files said at that moment."""
 
-    def __init__(self, run_id: str, folder: Path, *, clock: Clock) -> None:
+    def __init__(self, run_id: str, folder: Path, *, clock: Callable[[], float]) -> None:
         self.id = run_id
         self.folder = folder
         self.settings = Settings(folder)
         self.recorded = RecordedMetrics(folder)
-        self.timeline = Timeline(folder)
+        self.trace = RecordedTrace(folder)
         self.samples = Samples(folder)
         self.warnings: deque[Warned] = deque(maxlen=MOST_WARNINGS)
         self._log = Tail(folder / LOG)
@@ -236,13 +232,9 @@ class RunView:
             self.warnings.clear()
         for block in blocks:
             for line in block.lines:
-                if any(level in line for level in LEVELS):
-                    self._warn(line)
-
-    def _warn(self, line: bytes) -> None:
-        said = decoded(_WARNED, line)
-        if said is not None and said.level in ("WARNING", "ERROR", "CRITICAL"):
-            self.warnings.append(said)
+                said = decoded(_WARNED, line) if any(level in line for level in LEVELS) else None
+                if said is not None and said.level in ("WARNING", "ERROR", "CRITICAL"):
+                    self.warnings.append(said)
 
     @property
     def state(self) -> State:
@@ -278,16 +270,15 @@ class RunView:
 
     def metric(self, name: str, kind: str) -> Columns | None:
         """Return a metric by name, with steps and times; None if it does not exist."""
-        for columns in (self.recorded.evals,) if kind == "eval" else (self.recorded.steps,):
-            if name in columns.names:
-                return columns
-        return self.recorded.read_metric(name, kind) if name in self.recorded.metric_names(kind) else None
+        columns = self.recorded.evals if kind == "eval" else self.recorded.steps
+        known = name in columns.names or name in self.recorded.metric_names(kind)
+        return self.recorded.read_metrics(name, kind=kind) if known else None
 
 
 class Runs:
     """All runs that may be shown. A run that appears in a named folder is found on the next request."""
 
-    def __init__(self, names: Sequence[str], *, clock: Clock, must_exist: bool = True) -> None:
+    def __init__(self, names: Sequence[str], *, clock: Callable[[], float], must_exist: bool = True) -> None:
         self._named = [Path(name).expanduser().absolute() for name in names]
         self._clock = clock
         self._views: dict[str, RunView] = {}

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from freewheel.observe.lines import Folder, Identity, Tail, decoded, open_regular
+from freewheel.observe.lines import Folder, Identity, decoded, open_regular
 from freewheel.observe.run_folder import SAMPLES
 
 PAGE = 40
@@ -69,22 +69,12 @@ class Samples:
 
     def __init__(self, folder: Path) -> None:
         self._folder = Folder(folder / SAMPLES)
-        self._tails: dict[Identity, Tail] = {}
-        self._generations: dict[Identity, int] = {}
         self._cards: dict[str, Card] = {}
         self._places: dict[str, _Place] = {}
         self._told = 0
 
     def look(self) -> None:
-        tails, gone = self._folder.look()
-        for identity in gone:
-            self._forget(identity)
-        self._tails = dict(tails)
-        for identity, tail in tails:
-            blocks = tail.look()
-            if self._generations.get(identity, tail.generation) != tail.generation:
-                self._forget(identity)
-            self._generations[identity] = tail.generation
+        for identity, blocks in self._folder.look(self._forget):
             for block in blocks:
                 offset = block.offset
                 for line in block.lines:
@@ -126,7 +116,7 @@ class Samples:
     def read(self, key: str) -> dict[str, Any] | None:
         """Return one group in full; None if it is gone."""
         place = self._places.get(key)
-        tail = self._tails.get(place.file) if place is not None else None
+        tail = self._folder.tails.get(place.file) if place is not None else None
         fd = open_regular(tail.path) if tail is not None else None
         if fd is None or place is None:
             return None

@@ -41,11 +41,9 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from freewheel.dashboard.web import views as pages
-from freewheel.dashboard.web import views as panels
+from freewheel.dashboard.web import timeline, views
 from freewheel.dashboard.web.child import PARENT_CHECK_S
 from freewheel.dashboard.web.runs import Runs, RunView
-from freewheel.dashboard.web.views import changes
 from freewheel.utils.http import server_log
 
 TOKEN_BYTES = 32
@@ -153,7 +151,7 @@ class Streams:
 
 def _changes(view: RunView, told: str) -> dict[str, Any] | None:
     with view.reading():
-        return changes(view, told)
+        return views.changes(view, told)
 
 
 def _without_rows(found: dict[str, Any]) -> dict[str, Any]:
@@ -231,18 +229,9 @@ TYPES = {
 MOST_COMPARED = 12
 """Runs in one picture; nobody can tell more apart."""
 SHUTDOWN_S = 2.0
-METHODS = ("GET", "HEAD")
 
 Answer = Callable[[RunView, web.Request], Any]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-class Refused(Exception):
-    """A request that gets an error message."""
-
-    def __init__(self, status: HTTPStatus, words: str) -> None:
-        super().__init__(words)
-        self.status = status
 
 
 class Server:
@@ -282,10 +271,8 @@ class Server:
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             response = await self._let_in(request, handler)
-        except Refused as error:
-            response = _json({"error": str(error)}, status=error.status)
         except web.HTTPException as error:
-            response = _json({"error": error.reason}, status=error.status)
+            response = _json({"error": error.text}, status=error.status)
         except ConnectionError:
             raise
         except Exception as error:  # only this reply fails; the server continues
@@ -297,8 +284,6 @@ class Server:
         return response
 
     async def _let_in(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.method not in METHODS:
-            raise Refused(HTTPStatus.METHOD_NOT_ALLOWED, f"{request.method} is not taken: there is nothing to change")
         if request.path == "/" and self._door.knows(request.query.get("token")):
             # Lax: a browser that follows a link from another site does not send a stricter cookie.
             response = web.Response(status=HTTPStatus.SEE_OTHER, headers={"Location": "/"})
@@ -319,7 +304,7 @@ class Server:
     def _asset(self, name: str) -> web.Response:
         found = self._assets.get(name)
         if found is None:
-            raise Refused(HTTPStatus.NOT_FOUND, f"the page has no {name!r}")
+            raise web.HTTPNotFound(text=f"the page has no {name!r}")
         kind, body = found
         return web.Response(body=body, content_type=kind, charset="utf-8")
 
@@ -329,25 +314,27 @@ class Server:
         """Return all runs, live ones first: the page opens the first one."""
 
         def found() -> list[dict[str, Any]]:
-            views = self._runs.all()
-            if len(views) > 1:  # their metrics are read when they are opened
-                return sorted(map(_named, views), key=lambda one: one["state"] != "live")
-            return [_within(pages.headline, view) for view in views]
+            runs = self._runs.all()
+            if len(runs) > 1:  # their metrics are read when they are opened
+                for view in runs:
+                    view.settings.look()
+                return sorted(map(views.label, runs), key=lambda one: one["state"] != "live")
+            return [_within(views.headline, view) for view in runs]
 
         return _json({"runs": await asyncio.to_thread(found)})
 
     async def _compare(self, request: web.Request) -> web.StreamResponse:
         wanted = [self._view(run_id) for run_id in request.query.get("runs", "").split(",") if run_id]
         if not wanted or len(wanted) > MOST_COMPARED:
-            raise Refused(HTTPStatus.BAD_REQUEST, f"runs: name 1 to {MOST_COMPARED} of them, with commas between")
+            raise web.HTTPBadRequest(text=f"runs: name 1 to {MOST_COMPARED} of them, with commas between")
         metric, kind = request.query.get("metric", "eval/reward"), _kind(request)
-        return _json(await asyncio.to_thread(panels.compare, wanted, metric, kind))
+        return _json(await asyncio.to_thread(views.compare, wanted, metric, kind))
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         view = self._view(request.match_info["run"])
         told = request.headers.get("Last-Event-ID") or request.query.get("cursor", "")
         if self._streams.full:
-            raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, "too many pages are open: close one")
+            raise web.HTTPServiceUnavailable(text="too many pages are open: close one")
         return await self._streams.serve(request, view, told, HEADERS)
 
     def _answering(self, answer: Answer) -> Handler:
@@ -355,7 +342,7 @@ class Server:
             view = self._view(request.match_info["run"])
             found = await asyncio.to_thread(answer, view, request)
             if found is None:
-                raise Refused(HTTPStatus.NOT_FOUND, "there is no such thing in this run")
+                raise web.HTTPNotFound(text="there is no such thing in this run")
             return _json(found)
 
         return handle
@@ -363,7 +350,7 @@ class Server:
     def _view(self, run_id: str) -> RunView:
         view = self._runs.find(run_id)
         if view is None:
-            raise Refused(HTTPStatus.NOT_FOUND, f"there is no run {run_id!r} here")
+            raise web.HTTPNotFound(text=f"there is no run {run_id!r} here")
         return view
 
 
@@ -375,29 +362,14 @@ def _within(answer: Callable[..., Any], view: RunView, *given: Any) -> Any:
         return answer(view, *given)
 
 
-def _named(view: RunView) -> dict[str, Any]:
-    view.settings.look()
-    return {
-        "id": view.id,
-        "name": view.folder.name,
-        "folder": str(view.folder),
-        "state": view.state,
-        "state_words": pages.STATE_WORDS[view.state],
-        "mode": view.settings.text("mode"),
-        "task": view.settings.text("data.task"),
-        "model": view.settings.text("model.path"),
-        "total_steps": view.settings.number("trainer.total_steps"),
-    }
-
-
 def _series(view: RunView, request: web.Request) -> dict[str, Any] | None:
     name = request.query.get("name", "")
-    return pages.series(view, name, _kind(request), _number(request, "from"), _number(request, "to"))
+    return views.series(view, name, _kind(request), _number(request, "from"), _number(request, "to"))
 
 
 def _timeline(view: RunView, request: web.Request) -> dict[str, Any]:
-    view.timeline.look()
-    return view.timeline.window(_number(request, "from"), _number(request, "to"))
+    view.trace.look()
+    return timeline.window(view.trace, _number(request, "from"), _number(request, "to"))
 
 
 def _samples(view: RunView, request: web.Request) -> dict[str, Any]:
@@ -412,20 +384,20 @@ def _sample(view: RunView, request: web.Request) -> dict[str, Any] | None:
 
 
 def _prompt(view: RunView, request: web.Request) -> dict[str, Any]:
-    return panels.prompt(view.folder, int(request.match_info["ordinal"]))
+    return views.prompt(view.folder, int(request.match_info["ordinal"]))
 
 
 ANSWERS: dict[str, Answer] = {
-    "": lambda view, request: pages.overview(view),
+    "": lambda view, request: views.overview(view),
     "/series": _series,
-    "/judge": lambda view, request: panels.judge(view),
-    "/weights": lambda view, request: panels.weights(view),
+    "/judge": lambda view, request: views.judge(view),
+    "/weights": lambda view, request: views.weights(view),
     "/timeline": _timeline,
     "/samples": _samples,
     "/samples/{key}": _sample,
 }
 OF_THE_JOURNAL: dict[str, Answer] = {
-    "/ledger": lambda view, request: panels.ledger(view.folder),
+    "/ledger": lambda view, request: views.ledger(view.folder),
     r"/prompts/{ordinal:\d{1,15}}": _prompt,
 }
 """Requests that need no lock of `RunView.reading`: an audit takes long, and other views do not wait for it."""
@@ -434,7 +406,7 @@ OF_THE_JOURNAL: dict[str, Answer] = {
 def _kind(request: web.Request) -> str:
     kind = request.query.get("kind", "step")
     if kind not in ("step", "eval"):
-        raise Refused(HTTPStatus.BAD_REQUEST, f"kind = {kind!r}: give step or eval")
+        raise web.HTTPBadRequest(text=f"kind = {kind!r}: give step or eval")
     return kind
 
 
@@ -447,7 +419,7 @@ def _number(request: web.Request, name: str) -> float | None:
     except ValueError:
         found = math.nan
     if not math.isfinite(found):
-        raise Refused(HTTPStatus.BAD_REQUEST, f"{name} = {given[:40]!r}: give a number")
+        raise web.HTTPBadRequest(text=f"{name} = {given[:40]!r}: give a number")
     return found
 
 

@@ -7,8 +7,7 @@
 other; `ledger` and `prompt` read the journal and lock nothing. Pure apart from that.
 
 `thin` selects the points of a curve that a screen can show. `learning` says whether a run learns, and never more than
-the curves support. `closing` returns the bottleneck of a finished run: its own last verdict, or for a killed run the
-same rule applied to its records.
+the curves support.
 """
 
 from __future__ import annotations
@@ -21,14 +20,13 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from freewheel.dashboard.web.runs import RunView, Settings, describe_gaps, flat
+from freewheel.dashboard.web.runs import RunView, describe_gaps, flat
 from freewheel.errors import ConfigError
 from freewheel.inspect.metrics import (
     Columns,
     JudgeNumbers,
     Numbers,
     RecordedMetrics,
-    Rewards,
     Statistics,
     mean_over_time,
     means,
@@ -37,7 +35,6 @@ from freewheel.inspect.metrics import (
 )
 from freewheel.judge.endpoint import Breaker
 from freewheel.judge.stats import EndpointStats, State
-from freewheel.runtime.bottleneck import Setting, Watching, stopped
 
 Places = np.ndarray[Any, np.dtype[np.intp]]
 
@@ -109,8 +106,7 @@ def learning(*, steps: Numbers, rewards: Numbers, eval_steps: Numbers, held_out:
 def _compared(what: str, first: tuple[float, float, int], last: tuple[float, float, int]) -> Learning:
     (was, was_error, was_at), (now, now_error, now_at) = first, last
     told = f"{was:.3f} at step {was_at:,} → {now:.3f} at step {now_at:,}"
-    sure = abs(now - was) > SURE * math.hypot(was_error, now_error) and now != was
-    if not sure:
+    if now == was or abs(now - was) <= SURE * math.hypot(was_error, now_error):
         return Learning("flat", f"No clear change yet: {what.lower()} {told}")
     if now > was:
         return Learning("up", f"It learns: {what.lower()} {told}")
@@ -123,42 +119,6 @@ def _mean(values: Numbers) -> tuple[float, float]:
 
 def _or_zero(value: float) -> float:
     return float(value) if math.isfinite(value) else 0.0
-
-
-def closing(recorded: RecordedMetrics, settings: Settings) -> str:
-    """Return the closing verdict; empty if nothing was measured."""
-    pulse, rows = recorded.last_pulse, recorded.latest_statistics
-    if not rows or (pulse is not None and pulse.last):  # before the first statistics a pulse covers the whole run
-        return pulse.verdict if pulse is not None else ""
-    replicas = [name for name in (pulse.waits if pulse is not None else ()) if name.startswith("rollouter")]
-    last, judge = rows[-1], rows[-1].rollouter.rewards.judge
-    replayed = {name: last.run.replayed.get(name.partition("-")[0], {}) for name in ("trainer", *replicas, "rollouter")}
-    watching = Watching(_setting(settings), is_judge=judge is not None, replayed=replayed)
-    for row in rows:
-        found = _components(row, replicas or ["rollouter"])
-        watching.note(row.time, found, msgspec.to_builtins(row.rollouter.rewards))
-    endpoints = msgspec.to_builtins(judge.endpoints) if judge is not None else ()
-    verdict = stopped(paused=last.queue.paused, endpoints=endpoints) or watching.verdict_on(watching.whole)
-    return "" if verdict.bound == "unmeasured" else verdict.sentence
-
-
-def _components(row: Statistics, replicas: list[str]) -> dict[str, dict[str, Any]]:
-    """Return the spans by component. Statistics combine the replicas, so each gets the shared values."""
-    made = row.rollouter
-    rollouter: dict[str, Any] = {"spans": made.spans}
-    if made.running is not None and made.slots is not None:
-        rollouter |= {"running": made.running, "slots": made.slots}
-    return {"trainer": {"spans": row.trainer.spans}, **dict.fromkeys(replicas, rollouter)}
-
-
-def _setting(settings: Settings) -> Setting:
-    save_every = settings.number("trainer.save_every_steps")
-    return Setting(
-        mode=settings.text("mode") or "fully_async",
-        threshold=settings.staleness_threshold,
-        sync_every_steps=int(settings.number("async_training.sync_every_steps") or 1),
-        save_every_steps=None if save_every is None else int(save_every),
-    )
 
 
 MOST_CHANGES = 2000
@@ -174,10 +134,9 @@ STATE_WORDS = {
 }
 
 
-def headline(view: RunView) -> dict[str, Any]:
-    """Return a run as an entry of a list."""
-    recorded, settings = view.recorded, view.settings
-    state = view.state
+def label(view: RunView) -> dict[str, Any]:
+    """Return a run as an entry of a list, without its metrics."""
+    settings, state = view.settings, view.state
     return {
         "id": view.id,
         "name": view.folder.name,
@@ -187,11 +146,14 @@ def headline(view: RunView) -> dict[str, Any]:
         "mode": settings.text("mode"),
         "task": settings.text("data.task"),
         "model": settings.text("model.path"),
-        "step": view.step,
         "total_steps": settings.number("trainer.total_steps"),
-        "began": recorded.first_time,
-        "last_row": recorded.last_time,
     }
+
+
+def headline(view: RunView) -> dict[str, Any]:
+    """Return a run as an entry of a list."""
+    recorded = view.recorded
+    return {**label(view), "step": view.step, "began": recorded.first_time, "last_row": recorded.last_time}
 
 
 def overview(view: RunView) -> dict[str, Any]:
@@ -293,7 +255,7 @@ def now(view: RunView) -> dict[str, Any]:
         "in_progress": source.last("in_progress"),
         "tokens_per_s": of_now(tokens_per_s, at_s),
         "samples_per_s": samples_per_s,
-        "verdict": _verdict(view),
+        "verdict": pulse.verdict if pulse is not None else "",
         "doing": queue.waiting_for if queue is not None else "",
         "paused": queue.paused if queue is not None else "",
         "learning": found._asdict(),
@@ -302,14 +264,6 @@ def now(view: RunView) -> dict[str, Any]:
         "warnings": msgspec.to_builtins(list(view.warnings)[-8:]),
         "missing": gone,
     }
-
-
-def _verdict(view: RunView) -> str:
-    """Return the recent bottleneck of a live run, and the overall bottleneck of a finished one."""
-    if view.state != "live":
-        return closing(view.recorded, view.settings)
-    pulse = view.recorded.last_pulse
-    return pulse.verdict if pulse is not None else ""
 
 
 def ages(view: RunView) -> dict[str, Any]:
@@ -414,17 +368,11 @@ def judge(view: RunView) -> dict[str, Any]:
     curves |= {name: curve(elapsed, rates(statistics[counter], elapsed)) for name, counter in counters.items()}
     return {
         "asked_for": view.settings.get("reward.judge") is not None,
-        "rewards": _rewards(rewards) if rewards is not None else None,
+        "rewards": msgspec.to_builtins(msgspec.structs.replace(rewards, judge=None)) if rewards is not None else None,
         "judge": _judge(rewards.judge, live=view.state == "live") if rewards and rewards.judge else None,
         "curves": {name: found for name, found in curves.items() if found["x"]},
         "every_s": view.settings.number("observe.statistics_every_s"),
     }
-
-
-def _rewards(rewards: Rewards) -> dict[str, Any]:
-    found: dict[str, Any] = msgspec.to_builtins(rewards)
-    del found["judge"]
-    return found
 
 
 def _judge(numbers: JudgeNumbers, *, live: bool) -> dict[str, Any]:
@@ -470,38 +418,22 @@ def weights(view: RunView) -> dict[str, Any]:
         "seen": recorded.syncs_seen,
         "syncs": msgspec.to_builtins(list(reversed(recorded.syncs))),
         "sync": msgspec.to_builtins(last.sync) if last is not None else None,
-        "engines": _engines(last, _allowed(view.settings)) if last is not None else [],
+        "engines": _engines(last, view.settings.staleness_threshold) if last is not None else [],
         "version": recorded.pulses.last("version"),
         "published_version": recorded.pulses.last("published_version"),
     }
 
 
-def _allowed(settings: Settings) -> int | None:
-    """Return how many versions an engine may lag behind the trainer: as many as samples may. None if the settings do
-    not say."""
-    threshold = settings.staleness_threshold
-    return None if threshold is None else max(ON_ITS_WAY, threshold)
-
-
-def _engines(last: Statistics, allowed: int | None) -> list[dict[str, Any]]:
-    """Return each engine with its version, compared with the trainer's at the same moment."""
-    now = last.queue.version
-    return [
-        {
-            "name": name,
-            "version": version,
-            "fenced": name in last.sync.fenced,
-            "behind": _behind(now - version, allowed),
-        }
-        for name, version in last.sync.versions.items()
-    ]
-
-
-def _behind(lag: float, allowed: int | None) -> int | None:
-    """Return the excess lag in versions; None if it is unknown."""
-    if allowed is None or math.isnan(lag):
-        return None
-    return int(lag) if lag > allowed else 0
+def _engines(last: Statistics, threshold: int | None) -> list[dict[str, Any]]:
+    """Return each engine with its version, compared with the trainer's at the same moment. An engine is behind if it
+    lags more versions than samples may; None if the settings do not tell the threshold."""
+    found = []
+    for name, version in last.sync.versions.items():
+        lag, behind = last.queue.version - version, None
+        if threshold is not None and not math.isnan(lag):
+            behind = int(lag) if lag > max(ON_ITS_WAY, threshold) else 0
+        found.append({"name": name, "version": version, "fenced": name in last.sync.fenced, "behind": behind})
+    return found
 
 
 def ledger(folder: Path) -> dict[str, Any]:

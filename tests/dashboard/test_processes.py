@@ -1,4 +1,4 @@
-"""`freewheel dashboard`, and the page beside a run: real processes, which end when they should and leave nothing."""
+"""`freewheel dashboard` and the page of a live run: real processes that end when they should and leave nothing."""
 
 from __future__ import annotations
 
@@ -90,36 +90,30 @@ def test_the_command_serves_until_ctrl_c(tmp_path: Path, begin: Any):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
-    [(["nowhere"], ["RUN", "no such folder"]), (["{empty}"], ["no run is in it", "config.yaml"])],
+    ("arguments", "words", "absent"),
+    [
+        (["{nowhere}"], "RUN = '{nowhere}': there is no such folder", "--"),
+        (["{empty}"], "no run is in it: a run's folder has a config.yaml", "--"),
+        (["{run}", "--port", "{taken}"], "--port", "--host"),
+        (["{run}", "--host", "no.such.host.invalid"], "--host = 'no.such.host.invalid'", "--port"),
+        (["{run}", "--host", "192.0.2.1"], "give an address of this machine", "--port"),
+    ],
 )
-def test_what_cannot_be_shown_is_said_in_one_line(tmp_path: Path, begin: Any, arguments: list[str], words: list[str]):
+def test_what_cannot_be_shown_is_refused_in_one_line(
+    tmp_path: Path, begin: Any, arguments: list[str], words: str, absent: str
+):
+    make_run(tmp_path / "run", steps=1)
     (tmp_path / "empty").mkdir()
-    given = [one.format(empty=tmp_path / "empty") for one in arguments]
-    program = begin("-m", "freewheel", "dashboard", *given)
-    out, errors = program.communicate(timeout=WAIT_S)
-    assert program.returncode == 2 and out == ""
-    assert len(errors.splitlines()) == 1 and all(word in errors for word in words)
-
-
-def test_a_port_that_is_taken_is_said(tmp_path: Path, begin: Any):
-    make_run(tmp_path, steps=1)
     with listen("127.0.0.1", 0) as taken:
-        program = begin("-m", "freewheel", "dashboard", tmp_path, "--port", taken.getsockname()[1])
-        errors = program.communicate(timeout=WAIT_S)[1]
-    assert program.returncode == 2 and "--port" in errors and "--host" not in errors
+        names = {name: str(tmp_path / name) for name in ("run", "empty", "nowhere")}
+        names["taken"] = str(taken.getsockname()[1])
+        program = begin("-m", "freewheel", "dashboard", *(one.format(**names) for one in arguments))
+        out, errors = program.communicate(timeout=WAIT_S)
+    assert program.returncode == 2 and out == "" and len(errors.splitlines()) == 1
+    assert words.format(**names) in errors and absent not in errors
 
 
-@pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1"])
-def test_a_host_that_is_not_this_machine_is_said_and_not_its_port(tmp_path: Path, begin: Any, host: str):
-    make_run(tmp_path, steps=1)
-    program = begin("-m", "freewheel", "dashboard", tmp_path, "--host", host)
-    errors = program.communicate(timeout=WAIT_S)[1]
-    assert program.returncode == 2 and f"--host = '{host}'" in errors and "--port" not in errors
-    assert "give an address of this machine" in errors
-
-
-def test_an_address_for_other_machines_is_warned_of(tmp_path: Path, begin: Any):
+def test_an_address_for_other_machines_gives_a_warning(tmp_path: Path, begin: Any):
     make_run(tmp_path, steps=1)
     program = begin("-m", "freewheel", "dashboard", tmp_path, "--host", "0.0.0.0")
     assert "?token=" in program.stdout.readline()
@@ -136,7 +130,7 @@ from freewheel.dashboard.web.runs import Runs
 (view,) = Runs([sys.argv[1]], clock=time.monotonic).all()
 with view.reading():
     views.overview(view), views.ledger(view.folder), views.prompt(view.folder, 0)
-    view.timeline.look(), view.samples.look()
+    view.trace.look(), view.samples.look()
 print(sorted({"torch", "ray", "transformers"} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=WAIT_S)
@@ -160,7 +154,7 @@ def test_a_run_has_a_page_from_before_its_first_line_until_its_end(tmp_path: Pat
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="what a process has loaded is read from /proc")
-def test_until_somebody_looks_the_page_is_a_sleeping_interpreter(tmp_path: Path):
+def test_the_page_sleeps_until_a_client_connects(tmp_path: Path):
     with beside(tmp_path) as url:
         child = page_of_process(os.getpid())
         loaded = Path(f"/proc/{child.pid}/maps")
@@ -168,12 +162,6 @@ def test_until_somebody_looks_the_page_is_a_sleeping_interpreter(tmp_path: Path)
         assert "numpy" not in loaded.read_text()
         assert get(url)[0] == 200
         assert "numpy" in loaded.read_text()
-
-
-def test_two_runs_beside_each_other_have_pages_of_their_own(tmp_path: Path):
-    with beside(tmp_path / "a") as first, beside(tmp_path / "b") as second:
-        assert first != second
-        assert get(first.partition("?")[0] + "?" + second.partition("?")[2])[0] == 403
 
 
 OWNER = """
@@ -197,7 +185,7 @@ def test_the_page_ends_with_its_run_however_that_ends(tmp_path: Path, begin: Any
     assert refuses(url)
 
 
-def test_a_page_that_dies_costs_a_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_a_page_that_dies_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     with beside(tmp_path) as url:
         child = page_of_process(os.getpid())
         child.kill()
@@ -206,13 +194,13 @@ def test_a_page_that_dies_costs_a_line_in_the_log(tmp_path: Path, caplog: pytest
     assert "ended by itself" in caplog.text and f"freewheel dashboard {tmp_path}" in caplog.text
 
 
-def test_a_port_that_is_taken_costs_a_run_its_page_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_a_taken_port_costs_a_run_only_its_page(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     with listen("127.0.0.1", 0) as taken, beside(tmp_path, port=taken.getsockname()[1]) as url:
         assert url == ""
     assert "The run has no page" in caplog.text and "observe.dashboard_port" in caplog.text
 
 
-def test_the_address_is_said_and_stays_in_the_terminal(tmp_path: Path):
+def test_the_address_is_shown_in_the_terminal_only(tmp_path: Path):
     import io
 
     from rich.console import Console
