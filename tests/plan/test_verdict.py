@@ -17,12 +17,10 @@ from freewheel.runtime.bottleneck import (
     Scoring,
     Setting,
     Watching,
-    capacities,
     held_back,
     in_turns,
     in_use,
     lessened,
-    overlapped,
     streaming,
     verdict,
     without,
@@ -52,11 +50,8 @@ def test_a_pipeline_is_as_fast_as_its_slowest_part_and_no_faster_part_slows_it_d
     assert streaming(faster)[1] >= rate and in_turns(faster) >= in_turns(parts) * (1 - 1e-9)
 
 
-@given(BUSY, st.sampled_from(["generation", "judge", "training"]), st.floats(0.1, 100))
-def test_the_gain_of_a_faster_part_ends_where_the_next_part_is_always_busy(busy, part, rate):
-    found = capacities(rate, busy)
-    assert set(found) == {part for part, share in busy.items() if share >= LEAST_SHARE}
-    assert all(capacity >= rate * (1 - 1e-9) for capacity in found.values())
+@given(BUSY, st.sampled_from(["generation", "judge", "training"]))
+def test_the_gain_of_a_faster_part_ends_where_the_next_part_is_always_busy(busy, part):
     lift = without(busy, part)
     others = [share for name, share in busy.items() if name != part and share >= LEAST_SHARE]
     if not others:
@@ -70,7 +65,7 @@ def test_less_of_an_overhead_gains_at_most_its_share_and_at_most_the_bound(share
     lift = lessened(share, by, Lift(most, "training"))
     assert 1 <= lift.factor <= most + 1e-9
     assert lift.factor <= 1 / max(1 - share * by, LEAST_SHARE) + 1e-9
-    assert overlapped({"generation": 0.5, "training": 0.4}) == Lift(2.0, "generation")
+    assert without({"generation": 0.5, "training": 0.4}) == Lift(2.0, "generation")
 
 
 # -- who is named -----------------------------------------------------------------------------------------------------
