@@ -256,7 +256,7 @@ def test_the_policy_decides_what_a_failed_response_counts(on_failure: Any, verdi
         ({"judge": {"on_failure": "raise"}}, r"reward\.judge\.on_failure"),
         ({"function": lambda response, row: float(LOCK.locked()), "executor": "process"}, r"reward\.executor"),
     ],
-    ids=str,
+    ids=["unknown policy", "only with a rule", "not a number", "judge raises", "function that does not pickle"],
 )
 async def test_a_setting_that_cannot_work_is_refused_by_its_key(make_stage: MakeStage, settings: Any, key: str):
     with pytest.raises(ConfigError, match=key):
