@@ -100,7 +100,7 @@ not flags but `key=value`: [configuration](configuration.md#a-training-run).
 """
 
 MARKS = ("<!-- from observe/names.py, by docs/generate.py -->\n", "<!-- until here -->\n")
-WAY_MARKS = ("<!-- way of a prompt, from scripts/house.py -->\n", "<!-- end of the way -->\n")
+PATH_MARKS = ("<!-- path of a prompt, from scripts/house.py -->\n", "<!-- end of the path -->\n")
 ORDER_MARKS = ("<!-- import order, from scripts/house.py -->\n", "<!-- end of the order -->\n")
 """What stands between them in metrics.md is generated."""
 
@@ -300,11 +300,12 @@ def metrics() -> str:
 
 
 def architecture() -> str:
-    """The page with the way of a prompt and the import order from scripts/house.py; the rest is written by hand."""
+    """The page with the path of a prompt, the import order and the packages from scripts/house.py."""
     house = _load(DOCS.parent / "scripts" / "house.py")
     text = (DOCS / "architecture.md").read_text(encoding="utf-8")
-    text = _filled("architecture.md", text, WAY_MARKS, house.way_table())
-    return _filled("architecture.md", text, ORDER_MARKS, f"```text\n{house.order_text()}\n```")
+    text = _filled("architecture.md", text, PATH_MARKS, house.path_table())
+    table = house.package_table(house.read_modules(), rounded=True)
+    return _filled("architecture.md", text, ORDER_MARKS, f"```text\n{house.order_text()}\n```\n\n{table}")
 
 
 def _filled(name: str, text: str, marks: tuple[str, str], content: str) -> str:

@@ -1,4 +1,4 @@
-"""Measures the code base: size of each package, the import order, cycles, and the way of one prompt.
+"""Measures the code base: size of each package, the import order, cycles, and the path of one prompt.
 
     python scripts/house.py            print the report
     python scripts/house.py --check    exit 1 if a package imports against the order, or a cycle exists
@@ -13,6 +13,7 @@ import io
 import sys
 import tokenize
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,7 +42,7 @@ ORDER = (
 ENTRY_POINTS = ("__init__", "__main__", "fully_async_main")
 """Modules of the package itself, which may import everything."""
 
-WAY_OF_A_PROMPT = (
+PATH_OF_A_PROMPT = (
     ("queue/message_queue.py", "MessageQueue.admit", "issues a `Ticket` while the staleness bound leaves room"),
     ("queue/staleness.py", "StalenessPolicy.admit", "gives the ticket its sequence number and holds a slot for it"),
     ("rollout/rollouter.py", "Rollouter", "requests tickets and brings each to exactly one end"),
@@ -70,7 +71,7 @@ _NOT_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, t
 
 @dataclass
 class Package:
-    """What is counted of one package."""
+    """The counts of one package."""
 
     files: int = 0
     code_lines: int = 0
@@ -202,10 +203,10 @@ def count_importers(modules: dict[str, Module]) -> dict[str, int]:
     return importers
 
 
-def check_way(source: Path = SOURCE) -> list[str]:
-    """Steps of `WAY_OF_A_PROMPT` that are not in the code."""
+def check_path(source: Path = SOURCE) -> list[str]:
+    """Return the steps of `PATH_OF_A_PROMPT` that are not in the code."""
     missing: list[str] = []
-    for file, name, _ in WAY_OF_A_PROMPT:
+    for file, name, _ in PATH_OF_A_PROMPT:
         path = source / file
         found: set[str] = set()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if path.exists() else ():
@@ -224,32 +225,35 @@ def check_way(source: Path = SOURCE) -> list[str]:
 
 
 def package_table(modules: dict[str, Module], *, rounded: bool = False) -> str:
-    """`rounded`: code lines to the nearest hundred, so that a small change does not change the docs."""
+    """`rounded`: counts as the docs show them, so that a small change to the code does not change the page."""
     packages = count_packages(modules)
     places = [package for line in ORDER for package in line if package in packages]
-    imported_by = {name: sorted(other for other in packages if name in packages[other].imports) for name in packages}
+
+    def shown(counts: Iterable[int], step: int) -> str:
+        total = sum(counts)
+        return f"{step * round(total / step) if rounded and total >= step else total:,}"
+
+    def row(title: str, counted: list[Package], last: str) -> str:
+        code = shown((one.code_lines for one in counted), 100)
+        names = shown((one.public_names for one in counted), 10)
+        return f"| {title} | {sum(one.files for one in counted)} | {code} | {names} | {last} |"
+
     rows = ["| package | files | code lines | public names | imported by |", "|---|---:|---:|---:|---|"]
     for name in places:
-        one = packages[name]
-        lines = f"{round(one.code_lines, -2) or '< 100'}" if rounded else f"{one.code_lines:,}"
-        names = f"{round(one.public_names, -1)}" if rounded else f"{one.public_names}"
-        rows.append(f"| `{name}` | {one.files} | {lines} | {names} | {', '.join(imported_by[name]) or '–'} |")
-    files, code = len(modules), sum(module.code_lines for module in modules.values())
-    names_in_all = sum(len(module.public_names) for module in modules.values())
-    total = (f"{round(code, -3):,}", f"{round(names_in_all, -2):,}") if rounded else (f"{code:,}", f"{names_in_all:,}")
-    rows.append(f"| all | {files} | {total[0]} | {total[1]} | |")
-    return "\n".join(rows)
+        importers = sorted(other for other in packages if name in packages[other].imports)
+        rows.append(row(f"`{name}`", [packages[name]], ", ".join(importers) or "–"))
+    return "\n".join([*rows, row("all", [*packages.values()], "")])
 
 
 def order_text() -> str:
     return " < ".join(", ".join(line) for line in ORDER)
 
 
-def way_table() -> str:
+def path_table() -> str:
     rows = ["| | file | type or function | what happens |", "|---:|---|---|---|"]
-    rows += [f"| {n} | `{file}` | `{name}` | {what} |" for n, (file, name, what) in enumerate(WAY_OF_A_PROMPT, 1)]
-    files = len({file for file, _, _ in WAY_OF_A_PROMPT})
-    types = len({name.split(".")[0] for _, name, _ in WAY_OF_A_PROMPT if name[0].isupper()})
+    rows += [f"| {n} | `{file}` | `{name}` | {what} |" for n, (file, name, what) in enumerate(PATH_OF_A_PROMPT, 1)]
+    files = len({file for file, _, _ in PATH_OF_A_PROMPT})
+    types = len({name.split(".")[0] for _, name, _ in PATH_OF_A_PROMPT if name[0].isupper()})
     return "\n".join([*rows, "", f"{files} files, {types} types."])
 
 
@@ -259,11 +263,11 @@ def main() -> int:
         *find_violations(modules),
         *(" -> ".join((*one, one[0])) for one in find_cycles(count_packages(modules))),
     ]
-    problems += [f"not in the code: {step}" for step in check_way()]
+    problems += [f"not in the code: {step}" for step in check_path()]
     if "--check" not in sys.argv:
         print(package_table(modules))
         print(f"\nimport order: {order_text()}\n")
-        print(way_table())
+        print(path_table())
         importers = count_importers(modules)
         lonely = sorted(name for name, count in importers.items() if count == 1 and modules[name].code_lines < 60)
         print(f"\nmodules under 60 code lines with one importer: {len(lonely)}: {', '.join(lonely) or 'none'}")

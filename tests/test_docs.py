@@ -1,4 +1,4 @@
-"""The pages: what is generated is current, links lead somewhere, every page has its place, what is named exists."""
+"""The docs pages: generated text is current, links resolve, navigation is complete, and every named thing exists."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def module(path: Path) -> ModuleType:
 
 @cache
 def site() -> dict[str, Any]:
-    """mkdocs.yml without what only MkDocs can make of it."""
+    """Return mkdocs.yml without the Python tags that only MkDocs resolves."""
 
     class Loader(yaml.SafeLoader):
         pass
@@ -53,20 +53,20 @@ def nav_pages(nav: Any) -> list[str]:
 # -- generated ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_generated_is_up_to_date():
+def test_generated_text_is_up_to_date():
     for path, text in module(DOCS / "generate.py").pages().items():
         assert path.read_text(encoding="utf-8") == text, f"{path.name} is out of date: run `make docs`"
 
 
 @pytest.mark.parametrize("name", ["configuration.md", "cli.md", "metrics.md"])
-def test_every_key_flag_and_metric_is_described(name: str):
+def test_every_key_flag_and_metric_has_a_description(name: str):
     rows = [line for line in (DOCS / name).read_text().splitlines() if line.startswith("| `")]
     assert len(rows) > 20
     for row in rows:
-        assert row.rstrip("| ").rpartition(" | ")[2].strip(" `|"), f"no meaning is given: {row}"
+        assert row.rstrip("| ").rpartition(" | ")[2].strip(" `|"), f"no description: {row}"
 
 
-def test_every_key_of_a_run_and_every_metric_is_on_its_page():
+def test_the_reference_pages_list_every_key_and_metric():
     settings = (DOCS / "configuration.md").read_text()
     assert [key for key in all_keys() if f"| `{key}` |" not in settings] == []
     metrics = (DOCS / "metrics.md").read_text()
@@ -77,7 +77,7 @@ def test_every_key_of_a_run_and_every_metric_is_on_its_page():
 
 
 @every_page
-def test_links_lead_somewhere(page: Path):
+def test_links_resolve(page: Path):
     for target in LINK.findall(prose(page)):
         if target.startswith(("http://", "https://")):
             continue
@@ -90,15 +90,15 @@ def test_links_lead_somewhere(page: Path):
 
 
 @every_page
-def test_a_page_begins_with_its_only_title(page: Path):
+def test_a_page_has_one_title_on_its_first_line(page: Path):
     text = prose(page)
     assert text.startswith("# ")
     assert len(re.findall(r"^# ", text, re.MULTILINE)) == 1
 
 
 @every_page
-def test_lists_and_tables_stand_apart_from_the_text_before_them(page: Path):
-    """GitHub takes them without a blank line; the site does not."""
+def test_a_blank_line_precedes_lists_and_tables(page: Path):
+    """GitHub renders them without one; MkDocs does not."""
     before = ""
     for line in prose(page).splitlines():
         for mark in ("- ", "* ", "1. ", "| "):
@@ -110,27 +110,27 @@ def test_lists_and_tables_stand_apart_from_the_text_before_them(page: Path):
 
 
 @every_page
-def test_a_picture_is_there_and_says_what_it_shows(page: Path):
+def test_every_picture_exists_and_has_a_text_alternative(page: Path):
     for words, target in re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", prose(page)):
-        assert words.strip(), f"{page.name}: {target} has no words for those who do not see it"
+        assert words.strip(), f"{page.name}: {target} has no text alternative"
         assert (page.parent / target).exists()
 
 
 @pytest.mark.parametrize("path", sorted((DOCS / "images").glob("*.svg")), ids=lambda path: path.name)
-def test_a_drawing_can_be_read_on_light_and_dark_pages_and_fetches_nothing(path: Path):
+def test_a_drawing_works_on_light_and_dark_pages_and_fetches_nothing(path: Path):
     root = ElementTree.parse(path).getroot()
     assert root.get("role") == "img" and root.get("aria-labelledby")
     assert all(root.find(f"{SVG}{name}") is not None for name in ("title", "desc"))
     text = path.read_text(encoding="utf-8")
-    assert re.search(r'<rect class="paper"[^>]*width="\d+"', text), "it has no ground of its own"
+    assert re.search(r'<rect class="paper"[^>]*width="\d+"', text), "it has no background"
     assert "prefers-color-scheme: dark" in text
     assert set(re.findall(r"https?://[^\s\"']+", text)) == {"http://www.w3.org/2000/svg"}
 
 
-# -- the site's order --------------------------------------------------------------------------------------------------
+# -- navigation --------------------------------------------------------------------------------------------------------
 
 
-def test_every_page_has_its_place_once():
+def test_navigation_lists_every_page_once():
     outside = module(DOCS / "outside.py").OUTSIDE
     there = {page.relative_to(DOCS).as_posix() for page in DOCS.glob("**/*.md")} | set(outside.values())
     listed = nav_pages(site()["nav"])
@@ -139,7 +139,7 @@ def test_every_page_has_its_place_once():
     assert {ROOT / source for source in outside} == {page for page in PAGES if page.parent != DOCS}
 
 
-def test_links_to_files_outside_of_docs_become_links_between_pages():
+def test_links_to_files_outside_docs_become_links_between_pages():
     relinked = module(DOCS / "outside.py").relinked
     there = {"verl.md", "index.md", "images/a.svg", "project/readme.md", "project/gsm8k.md"}
     assert relinked("[a](docs/verl.md#x)", "project/readme.md", there) == "[a](../verl.md#x)"
@@ -147,7 +147,7 @@ def test_links_to_files_outside_of_docs_become_links_between_pages():
     assert relinked("[c](../examples/gsm8k/README.md)", "index.md", there) == "[c](project/gsm8k.md)"
     assert relinked("![d](images/a.svg)", "index.md", there) == "![d](images/a.svg)"
     assert relinked("[e](../LICENSE), [f](https://a.b)", "index.md", there) == "e, [f](https://a.b)"
-    assert relinked("[g](nowhere.md)", "index.md", there) == "[g](nowhere.md)", "MkDocs says what is broken"
+    assert relinked("[g](nowhere.md)", "index.md", there) == "[g](nowhere.md)", "MkDocs reports broken links"
     assert relinked("```\n[h](../README.md)\n```\n", "index.md", there) == "```\n[h](../README.md)\n```\n"
 
 
@@ -160,7 +160,7 @@ def all_tests() -> str:
 
 
 @every_page
-def test_files_and_make_targets_that_pages_name_exist(page: Path):
+def test_files_make_targets_and_tests_named_on_a_page_exist(page: Path):
     text = page.read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)) | {
         f"env-{peer}" for peer in ("verl", "trl", "vllm", "peers")
@@ -171,37 +171,32 @@ def test_files_and_make_targets_that_pages_name_exist(page: Path):
     for name in re.findall(rf"(?<![\w/.-])((?:{folders})/[\w/.-]+\.(?:py|md|toml|sh|yaml|svg))\b", text):
         assert (ROOT / name).exists(), f"{page.name} names {name}, which does not exist"
     for name in re.findall(r"`(test_\w+)`", text):
-        assert f"def {name}(" in all_tests(), f"{page.name} names {name}, which is no test"
+        assert f"def {name}(" in all_tests(), f"{page.name} names {name}, which is not a test"
 
 
 PACKAGES = sorted(path.parent.name for path in (ROOT / "src/freewheel").glob("*/__init__.py"))
-
-
-@every_page
-def test_a_module_that_a_page_names_exists(page: Path):
-    for code in inline_code(page):
-        if re.fullmatch(rf"(?:{'|'.join(PACKAGES)})/[\w/]+\.py", code):
-            assert (ROOT / "src/freewheel" / code).exists(), f"{page.name} names {code}, which does not exist"
-
-
 SECTIONS = sorted({key.partition(".")[0] for key in all_keys() if "." in key})
 KNOWN = {*all_keys(), *(key.rpartition(".")[0] for key in all_keys() if "." in key)}
 FILE = re.compile(r"\.(?:sqlite|safetensors|py)\b")
 KEY = re.compile(rf"^((?:{'|'.join(SECTIONS)})(?:\.\w+)+)(?:=.*)?$")
 NO_KEYS = ("ray.util.queue",)
-"""A module, spelt like a key."""
+"""A module whose name looks like a key."""
 OPEN_KEYS = ("rollout.vllm.", "observe.alerts.", "reward.judge.")
-"""Under these any name may stand, or another schema's."""
+"""Keys below these are free, or belong to another schema."""
 FOREIGN_KEYS = ("verl.md", "from-openrlhf.md")
-"""Pages that name keys of others, which are checked against the package that has them."""
+"""Pages that name keys of other trainers, which tests/integrations check."""
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in FOREIGN_KEYS], ids=lambda page: page.name)
-def test_a_key_of_a_run_that_a_page_names_exists(page: Path):
+@every_page
+def test_modules_and_keys_named_on_a_page_exist(page: Path):
     for code in inline_code(page):
+        if re.fullmatch(rf"(?:{'|'.join(PACKAGES)})/[\w/]+\.py", code):
+            assert (ROOT / "src/freewheel" / code).exists(), f"{page.name} names {code}, which does not exist"
         found = KEY.match(code)
-        if found and found[1] not in NO_KEYS and not FILE.search(code):
-            assert found[1] in KNOWN or found[1].startswith(OPEN_KEYS), f"{page.name} names {found[1]}, which is no key"
+        if found and found[1] not in NO_KEYS and not FILE.search(code) and page.name not in FOREIGN_KEYS:
+            assert found[1] in KNOWN or found[1].startswith(OPEN_KEYS), (
+                f"{page.name} names {found[1]}, which is not a key"
+            )
 
 
 # -- troubleshooting ---------------------------------------------------------------------------------------------------
@@ -220,11 +215,11 @@ SYMPTOMS = {
     "The queue is full, or takes much memory": ("max_queue_size", "queue_size", "min_batch_count"),
     "Weight sync fails": ("sync_timeout", "sync_failures", "max_sync_retries"),
 }
-"""What users know it by → what its row must name: keys, metrics, remedies."""
+"""The symptom as users describe it → the keys, metrics and remedies that its row must name."""
 
 
 @pytest.mark.parametrize("symptom", SYMPTOMS)
-def test_a_symptom_that_users_know_is_answered_with_key_metric_and_remedy(symptom: str):
+def test_every_known_symptom_has_a_key_a_metric_and_a_remedy(symptom: str):
     page = (DOCS / "troubleshooting.md").read_text()
     (row,) = [line for line in page.splitlines() if line.startswith(f"| {symptom} |")]
     look, remedy = row.split(" | ")[1:3]
@@ -232,7 +227,7 @@ def test_a_symptom_that_users_know_is_answered_with_key_metric_and_remedy(sympto
     assert [word for word in SYMPTOMS[symptom] if word not in row] == []
 
 
-def test_every_row_of_troubleshooting_says_what_to_do():
+def test_every_troubleshooting_row_has_a_remedy():
     symptoms = (DOCS / "troubleshooting.md").read_text().partition("## The doctor")[0]
     rows = [line for line in symptoms.splitlines() if line.startswith("| ")]
     assert len(rows) > 40
@@ -243,7 +238,7 @@ def test_every_row_of_troubleshooting_says_what_to_do():
 # -- benchmarks --------------------------------------------------------------------------------------------------------
 
 
-def test_every_benchmark_is_on_its_page_with_its_command():
+def test_the_benchmarks_page_has_the_command_of_every_benchmark():
     scripts = [path for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text()]
     page = (DOCS / "benchmarks.md").read_text()
     assert len(scripts) > 10

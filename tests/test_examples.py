@@ -36,7 +36,7 @@ def test_the_plain_torch_loop_learns_from_rule_and_judge():
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_task_and_a_reward_of_ones_own_are_learnt(tmp_path: Path):
+def test_a_custom_task_and_reward_are_learned(tmp_path: Path):
     done = subprocess.run(
         [FREEWHEEL, "train", "--plain", "--config-path", ".", "--config-name", "own_reward", f"run_dir={tmp_path}/run"],
         cwd=TRAIN,
@@ -49,7 +49,7 @@ def test_a_task_and_a_reward_of_ones_own_are_learnt(tmp_path: Path):
     assert len(held_out) == 3  # at the start, half-way and at the end
     assert held_out[0] < 0.4 < 0.8 < held_out[-1]  # of at most 1.2
     first, *_, last = read_metrics(tmp_path / "run", "eval")
-    assert first["eval/answer"] < last["eval/answer"] <= 1 and last["eval/steps"] <= 2  # its parts, told apart
+    assert first["eval/answer"] < last["eval/answer"] <= 1 and last["eval/steps"] <= 2  # the parts of the reward
     assert 0 < first["eval/answer_se"] < 0.1
     trained = [row["reward/answer"] for row in read_metrics(tmp_path / "run", "step")]
     assert len(trained) == 20 and sum(trained[:5]) < sum(trained[-5:])
@@ -102,9 +102,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
         ("#1#7", "stop", 0.0),
     ],
 )
-def test_the_reward_of_ones_own_counts_answer_and_steps(
-    importable: None, response: str, finish: str, wanted: float
-) -> None:
+def test_the_custom_reward_counts_answer_and_steps(importable: None, response: str, finish: str, wanted: float) -> None:
     from own_reward import Shopping, reward
 
     (row,) = Shopping().load("test", TRAIN / "problems/test.jsonl", limit=1)
@@ -112,9 +110,7 @@ def test_the_reward_of_ones_own_counts_answer_and_steps(
     assert reward(response, row, finish)["score"] == pytest.approx(wanted)
 
 
-async def test_the_hooks_of_the_custom_trainer_see_two_turns_with_the_tool_masked(
-    importable: None, tmp_path: Path
-) -> None:
+async def test_the_custom_trainer_gets_two_turns_with_the_tool_output_masked(importable: None, tmp_path: Path) -> None:
     given: dict[str, Any] = yaml.safe_load((TRAIN / "custom_trainer.yaml").read_text())
     config = small_config(
         data=given["data"],
@@ -124,15 +120,15 @@ async def test_the_hooks_of_the_custom_trainer_see_two_turns_with_the_tool_maske
     found = await run_pipeline(config, run_dir=tmp_path)
     assert found.ending == "finished" and found.queue["dropped_samples"] == 0
     groups = [group for step in found.trained for group in step]
-    holes = [response for group in groups for response in map(group.response, range(len(group))) if 0 in response.mask]
-    assert holes
-    for response in holes:
-        heard = response.mask == 0
-        assert (response.versions[heard] == NO_VERSION).all() and (response.logprobs[heard] == 0).all()
+    masked = [response for group in groups for response in map(group.response, range(len(group))) if 0 in response.mask]
+    assert masked
+    for response in masked:
+        tool = response.mask == 0
+        assert (response.versions[tool] == NO_VERSION).all() and (response.logprobs[tool] == 0).all()
         assert response.mask[0] == response.mask[-1] == 1
-        assert len(np.flatnonzero(np.diff(response.mask.astype(int)))) == 2  # one hole, between two turns
+        assert len(np.flatnonzero(np.diff(response.mask.astype(int)))) == 2  # one masked span, between two turns
     shares = [row["tool/used_ratio"] for row in found.metrics]
-    assert np.mean(shares) == pytest.approx(len(holes) / sum(map(len, groups)))
+    assert np.mean(shares) == pytest.approx(len(masked) / sum(map(len, groups)))
 
 
 def test_the_calculator_and_the_monitor_of_the_custom_trainer(

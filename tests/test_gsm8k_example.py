@@ -28,14 +28,14 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["config", "quick"])
-def test_the_configurations_are_valid_and_measure_what_they_do_not_train_on(name: str):
+def test_the_configurations_are_valid_and_evaluate_on_held_out_data(name: str):
     config = compose(config_path=FOLDER, config_name=name)
     assert config.rollout.engine == "vllm" and config.mode == "fully_async"
     assert config.data.train != config.data.eval is not None
     assert config.reward.function == "reward:score"
 
 
-def test_a_quick_look_differs_in_its_length_alone():
+def test_the_quick_configuration_differs_only_in_length():
     whole, quick = (compose(config_path=FOLDER, config_name=name).to_dict() for name in ("config", "quick"))
     differing = {section for section, values in whole.items() if values != quick[section]}
     assert differing == {"trainer", "eval"}
@@ -69,13 +69,13 @@ def scored(response: str, finish: Any = "stop") -> dict[str, float]:
         ("6 = 6\n#### $21.00 in all", "stop", {"correct": 1, "format": 1, "last_number": 1}),
     ],
 )
-def test_the_reward_pays_for_the_answer_and_less_for_its_form(response: str, finish: Any, wanted: dict[str, float]):
+def test_the_reward_is_high_for_the_answer_and_low_for_its_form(response: str, finish: Any, wanted: dict[str, float]):
     found = scored(response, finish)
     assert {name: found[name] for name in wanted} == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize("text", ["1 + " * 5000, "1" * 20000 + "=", "1+" * 5000 + "1=2", "1," * 9000, "#### " * 4000])
-def test_any_reply_is_scored(text: str):
+def test_any_response_is_scored(text: str):
     assert scored(text)["correct"] == 0
 
 
@@ -88,18 +88,18 @@ def questions(count: int) -> list[dict[str, str]]:
     ]
 
 
-def test_no_question_is_both_trained_on_and_measured():
+def test_no_question_is_in_both_splits():
     from prepare import split
 
     rows = questions(200)
-    train, held_out = split(rows + rows[:50], held_out=60, seed=1)  # some twice
+    train, held_out = split(rows + rows[:50], held_out=60, seed=1)  # with duplicates
     asked = {row["question"] for row in train}
     assert len(held_out) == 60
     assert not asked & {row["question"] for row in held_out}
     assert asked | {row["question"] for row in held_out} == {row["question"] for row in rows}
 
 
-def test_the_draw_of_questions_depends_on_the_seed_and_not_on_the_order_of_the_file():
+def test_the_split_depends_on_the_seed_and_not_on_the_order_of_the_file():
     from prepare import split
 
     rows = questions(200)
@@ -114,7 +114,7 @@ def test_the_draw_of_questions_depends_on_the_seed_and_not_on_the_order_of_the_f
 
 
 def recorded(run: Path, *, evaluations: int = 5, parts: bool = True) -> Path:
-    """A run of which an evaluation every 10 steps is known, a step takes 3 s, and the start took 90 s."""
+    """Record a run with an evaluation every 10 steps, 3 s per step and a start of 90 s."""
     run.mkdir(exist_ok=True)
     now = 1000.0
     recorder = Recorder(run_dir=run, clock=lambda: now)
@@ -143,7 +143,7 @@ def plotted(run: Path, *more: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_run_is_drawn_with_correctness_and_format_apart(tmp_path: Path):
+def test_the_picture_has_a_panel_each_for_correctness_format_and_reward(tmp_path: Path):
     done = plotted(recorded(tmp_path / "run"), str(tmp_path / "images/a.svg"))
     assert done.returncode == 0, done.stderr
     picture = ElementTree.parse(tmp_path / "images/a.svg").getroot()
@@ -151,12 +151,12 @@ def test_a_run_is_drawn_with_correctness_and_format_apart(tmp_path: Path):
     titles = [panel.find(f"{SVG}text").text for panel in panels]  # type: ignore[union-attr]
     assert titles == ["Correct", "In the requested form", "Reward"]
     for panel in panels:
-        assert len(panel.findall(f"{SVG}circle")) == 5, "a mark an evaluation"
-        assert len(panel.findall(f"{SVG}polygon")) == 1, "a band of errors"
-        assert len(panel.findall(f"{SVG}polyline")) == 2, "held out, and in training"
+        assert len(panel.findall(f"{SVG}circle")) == 5, "one mark per evaluation"
+        assert len(panel.findall(f"{SVG}polygon")) == 1, "one error band"
+        assert len(panel.findall(f"{SVG}polyline")) == 2, "held-out and training curves"
 
 
-def test_every_point_is_within_its_panel(tmp_path: Path):
+def test_every_point_is_inside_its_panel(tmp_path: Path):
     from plot import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, draw, panels
 
     from freewheel.observe.recorder import read_metrics
@@ -168,10 +168,10 @@ def test_every_point_is_within_its_panel(tmp_path: Path):
     assert len(places) > 100
     assert all(LEFT <= x <= WIDTH - RIGHT and TOP <= y <= HEIGHT - BOTTOM for x, y in places)
     heights = [float(circle.get("cy", "nan")) for circle in picture.findall(f"{SVG}g")[0].findall(f"{SVG}circle")]
-    assert heights == sorted(heights, reverse=True), "what rises goes up"
+    assert heights == sorted(heights, reverse=True), "higher values are drawn higher"
 
 
-def test_what_rose_is_said_in_standard_errors_and_time_counts_from_the_start(tmp_path: Path):
+def test_the_summary_gives_standard_errors_and_minutes_since_the_start(tmp_path: Path):
     done = plotted(recorded(tmp_path / "run"))
     correct, form, steps = done.stdout.splitlines()
     assert "0.3% ± 0.5 →" in correct and "5.3% ± 0.5" in correct and "+7.1 standard errors" in correct
@@ -179,14 +179,14 @@ def test_what_rose_is_said_in_standard_errors_and_time_counts_from_the_start(tmp
     assert steps.startswith("40 steps; the last row is from minute 3.6")
 
 
-def test_a_run_without_parts_or_with_one_evaluation_is_drawn_too(tmp_path: Path):
-    for name, options in (("plain", {"parts": False}), ("begun", {"evaluations": 1})):
+def test_a_run_without_parts_or_with_one_evaluation_is_drawn(tmp_path: Path):
+    for name, options in (("plain", {"parts": False}), ("short", {"evaluations": 1})):
         done = plotted(recorded(tmp_path / name, **options), str(tmp_path / f"{name}.svg"))
         assert done.returncode == 0, done.stderr
         assert "standard errors" not in done.stdout
         ElementTree.parse(tmp_path / f"{name}.svg")
 
 
-def test_a_folder_without_an_evaluation_is_refused_in_words(tmp_path: Path):
+def test_a_folder_without_an_evaluation_is_refused(tmp_path: Path):
     done = plotted(tmp_path)
     assert done.returncode == 1 and "it has no evaluation yet" in done.stderr

@@ -1,5 +1,5 @@
-"""What docs/security.md promises: nothing is unpickled, run directories are private, keys stay in memory, Ray keeps its
-authentication, and no name in a file leads out of a run directory."""
+"""The promises of docs/security.md: no data is unpickled, run directories are private, keys stay in memory, Ray keeps
+its authentication, and no name in a file points out of a run directory."""
 
 from __future__ import annotations
 
@@ -50,21 +50,17 @@ UNPICKLES = {
     ("yaml", "load"), ("yaml", "full_load"), ("yaml", "unsafe_load"), ("", "eval"), ("", "exec"), ("os", "system"),
     ("os", "popen"),
 }  # fmt: skip
-"""Calls that can run what a file or a socket says, by module and name."""
+"""Calls that can run code from a file or a socket, by module and name."""
 ALLOWED = {
-    (
-        "rollout/reward_workers.py",
-        "_serve",
-        "pickle.load",
-    ): "the child's end of a socket that its parent made",
+    ("rollout/reward_workers.py", "_serve", "pickle.load"): "the child's end of a socket that its parent made",
     ("rollout/reward_workers.py", "_exchange", "pickle.loads"): "the parent's end of that socket",
-    ("integrations/verl/settings.py", "_check_key_travels", "pickle.loads"): "of what was pickled in the same line",
-    ("integrations/trl.py", "__getstate__", "pickle.loads"): "of what was pickled in the same line",
-    ("runtime/preflight.py", "_check_in_child", "pickle.loads"): "what a child of ours says on its own standard output",
-    ("runtime/preflight.py", "_check_engine", "pickle.load"): "in that child: what its parent gave it",
+    ("integrations/verl/settings.py", "_check_key_travels", "pickle.loads"): "reads what the same line pickled",
+    ("integrations/trl.py", "__getstate__", "pickle.loads"): "reads what the same line pickled",
+    ("runtime/preflight.py", "_check_in_child", "pickle.loads"): "the output of a child that we started",
+    ("runtime/preflight.py", "_check_engine", "pickle.load"): "in that child: the input from its parent",
     ("runtime/config_files.py", "_load_yaml", "yaml.load"): "with a subclass of SafeLoader",
 }
-"""File, function, call → why nobody else can say what is loaded there."""
+"""File, function, call → why no one else controls the data."""
 
 
 def suspicious(path: Path) -> Iterator[tuple[str, str, str]]:
@@ -103,13 +99,13 @@ def suspicious(path: Path) -> Iterator[tuple[str, str, str]]:
     return walk(tree, "")
 
 
-def test_nothing_is_unpickled_or_run_that_came_from_a_file_or_a_socket():
+def test_no_code_unpickles_or_runs_data_from_a_file_or_a_socket():
     found = {one for path in SOURCE.rglob("*.py") for one in suspicious(path)}
-    assert found - ALLOWED.keys() == set(), "not allowed: use safetensors, JSON or msgpack, or say here why it is safe"
-    assert ALLOWED.keys() - found == set(), "allowed, and no longer there"
+    assert found - ALLOWED.keys() == set(), "not allowed: use safetensors, JSON or msgpack, or list here why it is safe"
+    assert ALLOWED.keys() - found == set(), "listed, but no longer in the code"
 
 
-def test_the_search_for_unpickling_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_search_finds_unpickling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys.modules[__name__], "SOURCE", tmp_path)
     (tmp_path / "bad.py").write_text(
         "import torch, pickle\nfrom pickle import loads as read\n"
@@ -133,13 +129,13 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_folders_and_files_are_private_whatever_the_umask_is(tmp_path: Path, umask: None):
+def test_folders_and_files_are_private_under_any_umask(tmp_path: Path, umask: None):
     folder = private_folder(tmp_path / "run")
     os.close(open_private(folder / "file", os.O_WRONLY))
     assert (mode(folder), mode(folder / "file")) == (0o700, 0o600)
 
 
-def test_a_folder_that_is_there_is_left_as_open_as_its_owner_made_it(tmp_path: Path):
+def test_an_existing_folder_keeps_its_mode(tmp_path: Path):
     (tmp_path / "run").mkdir(mode=0o755)
     assert mode(private_folder(tmp_path / "run")) == 0o755
     (tmp_path / "file").touch()
@@ -148,8 +144,8 @@ def test_a_folder_that_is_there_is_left_as_open_as_its_owner_made_it(tmp_path: P
 
 
 @pytest.mark.parametrize("umask", [0o000], indirect=True, ids=oct)
-def test_a_run_directory_and_all_that_is_put_into_it_are_private(tmp_path: Path, umask: None):
-    """As `FullyAsyncMain` and its actors make them, in their order."""
+def test_a_run_directory_and_its_contents_are_private(tmp_path: Path, umask: None):
+    """Create the files in the order in which `FullyAsyncMain` and its actors create them."""
     run_dir = tmp_path / "runs" / "one"
     with RunLock(run_dir):
         write_config(msgspec.structs.replace(TrainConfig(), run_dir=str(run_dir)))
@@ -174,7 +170,7 @@ def test_a_run_directory_and_all_that_is_put_into_it_are_private(tmp_path: Path,
 
 
 def test_a_link_in_a_run_directory_is_not_written_through(tmp_path: Path):
-    """A run that somebody handed over could have its log lead to the user's own files."""
+    """In a run from somebody else, the log could be a link to a file of the user."""
     mine, run_dir = tmp_path / "authorized_keys", tmp_path / "run"
     run_dir.mkdir()
     for name, write in {
@@ -193,14 +189,14 @@ def test_a_link_in_a_run_directory_is_not_written_through(tmp_path: Path):
 
 
 @pytest.mark.parametrize("kept", ["../../elsewhere", "/etc/passwd", "abc/../../def", ""])
-def test_an_id_that_was_not_written_here_names_no_folder(tmp_path: Path, kept: str):
+def test_a_foreign_run_id_is_replaced(tmp_path: Path, kept: str):
     (tmp_path / "id").write_text(kept)
     found = _kept_id(tmp_path / "id")
     assert found.isalnum() and found == (tmp_path / "id").read_text() == _kept_id(tmp_path / "id")
 
 
 @pytest.mark.parametrize("name", ["../../secret", "/etc/hostname", "inner/../../../secret"])
-def test_a_checkpoint_cannot_name_files_outside_of_itself(tmp_path: Path, name: str):
+def test_a_checkpoint_cannot_name_files_outside_its_folder(tmp_path: Path, name: str):
     from freewheel.trainer.checkpoint import _checksum, _measure
 
     store = CheckpointStore(tmp_path, keep_last=2)
@@ -215,7 +211,7 @@ def test_a_checkpoint_cannot_name_files_outside_of_itself(tmp_path: Path, name: 
         store.load(path)
 
 
-def test_a_linked_checkpoint_is_not_followed_when_old_ones_are_removed(tmp_path: Path):
+def test_removing_old_checkpoints_follows_no_link(tmp_path: Path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis").write_text("x")
     store = CheckpointStore(tmp_path / "run", keep_last=1)
@@ -227,7 +223,7 @@ def test_a_linked_checkpoint_is_not_followed_when_old_ones_are_removed(tmp_path:
 
 
 @pytest.mark.parametrize("task", ["../../up", "module:../../up", "/etc/task", "a:b/../../c", ".."])
-def test_a_tasks_name_does_not_lead_a_new_run_out_of_the_runs_folder(
+def test_a_task_name_cannot_move_a_run_out_of_the_runs_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str
 ):
     monkeypatch.chdir(tmp_path)
@@ -283,7 +279,7 @@ def test_a_row_of_data_cannot_name_a_path(tmp_path: Path):
         {"judge": {"endpoint": {"url": f"https://a/v1?API-KEY={KEY}#x"}}},
     ],
 )
-def test_a_key_among_the_settings_is_refused_and_not_shown(judge: dict[str, Any]):
+def test_a_key_in_the_settings_is_refused_and_not_shown(judge: dict[str, Any]):
     with pytest.raises(ConfigError, match="a key must not be") as caught:
         check_judge(judge)
     assert not leaks(str(caught.value).encode())
@@ -299,13 +295,13 @@ def test_an_override_with_a_key_is_refused_and_not_shown(given: str):
     assert not leaks(str(caught.value).encode())
 
 
-def test_a_runs_settings_name_the_variable_and_never_hold_what_is_in_it(monkeypatch: pytest.MonkeyPatch):
+def test_settings_name_the_variable_and_never_hold_the_key(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     config = compose(["reward.judge={api_endpoint: 'http://127.0.0.1:1/v1', judge: {api_key_env: OPENAI_API_KEY}}"])
     assert "OPENAI_API_KEY" in to_yaml(config) and not leaks(to_yaml(config).encode())
 
 
-def test_rays_environment_holds_no_key_and_its_authentication_stays_as_it_is(monkeypatch: pytest.MonkeyPatch):
+def test_rays_environment_holds_no_key_and_its_authentication_is_unchanged(monkeypatch: pytest.MonkeyPatch):
     given: dict[str, Any] = {}
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     monkeypatch.setenv("RAY_worker_niceness", "0")
@@ -316,14 +312,14 @@ def test_rays_environment_holds_no_key_and_its_authentication_stays_as_it_is(mon
             monkeypatch.setenv("RAY_AUTH_MODE", mode)
         before = dict(os.environ)
         cluster._connect(None, 2)
-        assert dict(os.environ) == before, "whoever set it, or left it to Ray, decides"
+        assert dict(os.environ) == before, "the setting of the user or of Ray is kept"
         assert given["runtime_env"].keys() == {"env_vars"}
         assert given["runtime_env"]["env_vars"].keys() == {"PYTHONPATH", "OMP_NUM_THREADS"}
         assert not leaks(repr(given).encode())
         assert given["include_dashboard"] is False and "_system_config" not in given
 
 
-def test_metrics_are_served_to_this_machine_only():
+def test_metrics_are_served_on_loopback_only():
     sink = PrometheusSink(port=0)
     try:
         assert sink._server.server_address[0] == "127.0.0.1"
@@ -336,7 +332,7 @@ def leaks(data: bytes) -> bool:
 
 
 class Echoing:
-    """A judge that shows the caller's key in what it says, refuses at first, and then scores."""
+    """A judge that echoes the caller's key, fails twice, and then scores."""
 
     def __init__(self) -> None:
         self.keys: list[str] = []
@@ -347,11 +343,12 @@ class Echoing:
 
             def do_POST(self) -> None:  # the library's name
                 self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                said = self.headers.get("Authorization", "")
-                outer.keys.append(said)
-                status, reply = (500, {"error": {"message": f"your header was {said}"}}) if len(outer.keys) <= 2 else (
-                    200, {"choices": [{"index": 0, "message": {"role": "assistant", "content": "7"}}], "id": said}
-                )  # fmt: skip
+                header = self.headers.get("Authorization", "")
+                outer.keys.append(header)
+                status, reply = 500, {"error": {"message": f"your header was {header}"}}
+                if len(outer.keys) > 2:
+                    message = {"role": "assistant", "content": "7"}
+                    status, reply = 200, {"choices": [{"index": 0, "message": message}], "id": header}
                 body = json.dumps(reply).encode()
                 self.send_response_only(status)
                 self.send_header("Content-Length", str(len(body)))
@@ -374,8 +371,8 @@ class Echoing:
 
 
 @pytest.mark.timeout(300)
-def test_a_key_that_a_whole_run_used_is_in_no_file_of_the_run_nor_of_ray(tmp_path: Path):
-    """Also where the judge says it back. Every byte is searched: of the run, of the cache, and of what Ray wrote."""
+def test_no_file_of_a_run_or_of_ray_contains_the_key(tmp_path: Path):
+    """The judge echoes the key. Every byte of the run, the cache and Ray's files is searched."""
     judge, ray_dir = Echoing(), Path(tempfile.mkdtemp(prefix="fw-", dir="/tmp"))  # a socket's path must be short
     run_dir, cache = tmp_path / "run", tmp_path / "cache"
     settings = [
@@ -391,28 +388,19 @@ def test_a_key_that_a_whole_run_used_is_in_no_file_of_the_run_nor_of_ray(tmp_pat
             [sys.executable, "-m", "freewheel", "train", "--plain", *settings],
             env=environment, capture_output=True, stdin=subprocess.DEVNULL, timeout=RUN_S, cwd=tmp_path,
         )  # fmt: skip
-        said = done.stdout + done.stderr
-        assert done.returncode == 0, said.decode(errors="replace")[-4000:]
-        assert judge.keys and all(KEY in said for said in judge.keys), "it was really sent"
+        printed = done.stdout + done.stderr
+        assert done.returncode == 0, printed.decode(errors="replace")[-4000:]
+        assert judge.keys and all(KEY in header for header in judge.keys)
         files = [path for place in (run_dir, cache, ray_dir) for path in place.rglob("*") if path.is_file()]
-        there = {path.name for path in files}
-        assert {
-            "config.yaml",
-            "metrics.jsonl",
-            "fully_async_training.log",
-            JOURNAL,
-            "state.json",
-            "raylet.out",
-        } <= there
+        expected = {"config.yaml", "metrics.jsonl", "fully_async_training.log", JOURNAL, "state.json", "raylet.out"}
+        assert expected <= {path.name for path in files}
         assert [str(path) for path in files if leaks(path.read_bytes())] == []
-        assert not leaks(said)
+        assert not leaks(printed)
     finally:
         judge.close()
         shutil.rmtree(ray_dir, ignore_errors=True)
 
 
-def test_every_test_that_the_threat_model_names_exists():
+def test_every_claim_of_the_security_page_names_a_test():
     page = (SOURCE.parent.parent / "docs" / "security.md").read_text()
-    named = set(re.findall(r"`(test_\w+)`", page))
-    tests = "\n".join(path.read_text() for path in Path(__file__).parent.rglob("test_*.py"))
-    assert len(named) > 15 and {name for name in named if f"def {name}(" not in tests} == set()
+    assert len(set(re.findall(r"`(test_\w+)`", page))) > 15, "tests/test_docs.py checks that they exist"

@@ -1,5 +1,5 @@
-"""Every code block of every page is what it says: Python that compiles and imports what exists, JSON, TOML, settings
-that compose, and commands that this program and this repository have."""
+"""Every code block of the docs is valid: Python compiles and imports existing names, data parses, settings compose, and
+commands exist with their flags. The command-line reference lists every command of the program."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ import msgspec
 import pytest
 import typer
 import yaml
+from typer.testing import CliRunner
 
 from freewheel.cli import app
 from freewheel.judge.rubric import Rubric
@@ -27,24 +28,24 @@ from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.config_files import compose
 from freewheel.runtime.start import split_resume
 
-from .documents import ELLIPSIS, PAGES, ROOT, Block, Command, blocks, commands, inline_code
+from .documents import DOCS, ELLIPSIS, PAGES, ROOT, Block, Command, blocks, commands, inline_code
 
 LANGUAGES = {"bash", "console", "json", "python", "sql", "text", "toml", "yaml"}
 WAIT_S = 100.0
 
 FOREIGN = {"cat", "curl", "echo", "export", "grep", "head", "ray", "scontrol", "sleep", "srun", "ssh", "vllm", "wait"}
-"""Programs that are not ours: that they are spelt rightly is all that is known of them here."""
+"""Programs of others: only their names are checked."""
 WRAPPERS = {"srun"}
-"""Programs that start another."""
+"""Programs that start another program."""
 YOURS = {"my_configs", "conf"}
-"""Folders that are the reader's: of a command that names one, the settings are checked without it."""
+"""Folders of the reader: commands that name one are checked without it."""
 
 
 def ids(block: Block) -> str:
     return block.where
 
 
-def test_every_block_says_what_it_is_written_in():
+def test_every_block_names_its_language():
     assert [block.where for block in blocks() if block.language not in LANGUAGES] == []
 
 
@@ -56,7 +57,7 @@ def test_a_python_block_compiles(block: Block):
     compile(block.code, block.where, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
-def imports_of_ours() -> Iterator[tuple[str, str]]:
+def freewheel_imports() -> Iterator[tuple[str, str]]:
     for block in blocks("python"):
         for node in ast.walk(ast.parse(block.code)):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -77,8 +78,8 @@ print(json.dumps(failed))
 """
 
 
-def test_what_python_blocks_import_from_freewheel_exists():
-    lines = [*imports_of_ours()]
+def test_python_blocks_import_existing_names_of_freewheel():
+    lines = [*freewheel_imports()]
     assert len(lines) > 20
     done = subprocess.run(
         [sys.executable, "-c", TRY_EACH], input=json.dumps(lines), capture_output=True, text=True, timeout=WAIT_S
@@ -94,12 +95,8 @@ CHECKING = [
 ]
 
 
-def test_there_are_blocks_that_check_themselves():
-    assert len(CHECKING) >= 5
-
-
 @pytest.mark.parametrize("block", CHECKING, ids=ids)
-def test_a_block_that_asserts_something_is_right(block: Block, tmp_path: Path):
+def test_a_python_block_with_assertions_runs(block: Block, tmp_path: Path):
     done = subprocess.run(
         [sys.executable, "-c", block.code], cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_S
     )
@@ -110,7 +107,7 @@ def test_a_block_that_asserts_something_is_right(block: Block, tmp_path: Path):
 
 
 @pytest.mark.parametrize("block", blocks("json"), ids=ids)
-def test_a_json_block_is_json_or_a_value_a_line(block: Block):
+def test_a_json_block_is_json_or_json_lines(block: Block):
     try:
         json.loads(block.code)
     except json.JSONDecodeError:
@@ -124,8 +121,8 @@ def test_a_toml_block_is_a_rubric(block: Block):
 
 
 @pytest.mark.parametrize("block", blocks("sql"), ids=ids)
-def test_an_sql_block_is_a_question_about_a_trace(block: Block):
-    """To Perfetto, whose tables are SQLite's with functions of its own."""
+def test_an_sql_block_queries_a_trace(block: Block):
+    """Perfetto runs these; its tables are SQLite tables with extra functions."""
     with closing(sqlite3.connect(":memory:")) as trace:
         trace.execute("create table slice (name, ts, dur, arg_set_id)")
         trace.create_function("extract_arg", 2, lambda *_: 0)
@@ -135,12 +132,12 @@ def test_an_sql_block_is_a_question_about_a_trace(block: Block):
 @pytest.mark.parametrize("block", blocks("yaml"), ids=ids)
 def test_a_yaml_block_composes_as_a_run(block: Block, tmp_path: Path):
     values = yaml.safe_load(block.code)
-    if "apiVersion" in values:  # of Kubernetes: what it starts is ours
+    if "apiVersion" in values:  # a Kubernetes resource that starts freewheel
         assert_freewheel(Command(tuple(values["spec"]["entrypoint"].split()), ROOT, block.where))
         return
     (tmp_path / "page.yaml").write_text(block.code)
     config = compose(config_path=tmp_path, config_name="page")
-    assert config != TrainConfig(), "it sets something"
+    assert config != TrainConfig(), "the block sets nothing"
 
 
 # -- commands ----------------------------------------------------------------------------------------------------------
@@ -149,7 +146,7 @@ SHELL = [command for block in blocks("bash", "console") for command in commands(
 
 
 @pytest.mark.parametrize("command", SHELL, ids=str)
-def test_a_command_line_can_be_typed_as_it_stands(command: Command):
+def test_a_command_line_works_as_printed(command: Command):
     program = command.words[0].rpartition("/")[2]
     if "freewheel" in command.words or program == "freewheel":
         assert_freewheel(command)
@@ -161,11 +158,11 @@ def test_a_command_line_can_be_typed_as_it_stands(command: Command):
     elif program == "pip":
         assert_pip(command)
     else:
-        assert program in FOREIGN, f"{command}: no such program is known here"
+        assert program in FOREIGN, f"{command}: unknown program"
 
 
 def assert_freewheel(command: Command) -> None:
-    """Flags and arguments are those of the program; settings compose."""
+    """The program has these flags and arguments, and the settings compose."""
     words = [*command.words]
     while words[0].rpartition("/")[2] != "freewheel":
         assert command.words[0] in WRAPPERS, command
@@ -181,7 +178,7 @@ def assert_freewheel(command: Command) -> None:
 
 
 def parsed(words: list[str], command: Command) -> Any:
-    """The context that the program would run in. What is wrong with the line is raised as the user would see it."""
+    """Return the context in which the program would run, or raise the error that the user would see."""
     node, given = typer.main.get_command(app), [word.replace(ELLIPSIS, "x") for word in words if word != ELLIPSIS]
     name = "freewheel"
     while hasattr(node, "commands"):
@@ -192,7 +189,7 @@ def parsed(words: list[str], command: Command) -> Any:
 
 
 def assert_python(command: Command) -> None:
-    """A script that is there, with flags that it has; or a module that somebody else's environment has."""
+    """An existing script with flags that it has, or a module of another environment."""
     _, *rest = command.words
     if rest[0] == "-m":
         assert rest[1] in ("pytest", "verl.trainer.main_ppo", "vllm.entrypoints.openai.api_server"), command
@@ -209,7 +206,7 @@ def known_flags(script: Path) -> set[str]:
 
 
 def assert_pip(command: Command) -> None:
-    """Extras that are asked for exist."""
+    """The requested extras exist."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for word in command.words[2:]:
         found = re.fullmatch(r"(?:freewheel|\.)\[([\w,]+)\]", word)
@@ -218,7 +215,7 @@ def assert_pip(command: Command) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_flags_of_commands_that_are_named_in_passing_exist(page: Path):
+def test_commands_and_flags_named_in_the_text_exist(page: Path):
     for code in inline_code(page):
         words = code.replace(" [", " ").replace("]", " ").split()
         if len(words) < 2 or words[0] not in ("freewheel", ".venv/bin/freewheel") or words[1].isupper():
@@ -233,3 +230,32 @@ def test_flags_of_commands_that_are_named_in_passing_exist(page: Path):
         flags = {name for param in node.params for name in param.opts} | {"--help"}
         named = [word.partition("=")[0] for word in words if word.startswith("--")]
         assert [flag for flag in named if flag not in flags] == [], f"{page.name}: {code}"
+
+
+# -- the command-line reference ----------------------------------------------------------------------------------------
+
+
+def walk(words: tuple[str, ...], command: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+    yield words, command
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from walk((*words, name), inner)
+
+
+EVERY = dict(walk((), typer.main.get_command(app)))
+
+
+def test_the_program_has_the_commands_that_users_know():
+    known = "train eval inspect score serve mock-judge cache doctor plan trace dashboard"
+    assert set(known.split()) <= {words[0] for words in EVERY if words}
+    assert ("cache", "stats") in EVERY
+
+
+@pytest.mark.parametrize("words", EVERY, ids=lambda words: " ".join(("freewheel", *words)))
+def test_every_command_and_flag_has_help(words: tuple[str, ...]):
+    shown = CliRunner().invoke(app, [*words, "--help"], prog_name="freewheel")
+    assert shown.exit_code == 0 and f"Usage: {' '.join(('freewheel', *words))}" in shown.output
+    assert (EVERY[words].help or "").strip()
+    for param in EVERY[words].params if words else ():
+        assert getattr(param, "hidden", False) or param.help, f"{' '.join(words)}: {param.name} has no help"
+    if words and words != ("cache",):
+        assert f"\n## `freewheel {' '.join(words)}`\n" in (DOCS / "cli.md").read_text()
