@@ -117,8 +117,8 @@ def test_on_a_cpu_the_cache_holds_every_slot_and_at_most_twice_that() -> None:
     [
         ({"max_num_batch_tokens": 5}, "rollout.vllm.max_num_batch_tokens", "did you mean max_num_batched_tokens"),
         ({"zzz": 5}, "rollout.vllm.zzz", "see AsyncEngineArgs"),
-        ({"dtype": "half"}, "rollout.vllm.dtype", "model.dtype says it"),
-        ({"gpu_memory_utilization": 0.5}, "rollout.vllm.gpu_memory_utilization", "rollout.gpu_memory_share says it"),
+        ({"dtype": "half"}, "rollout.vllm.dtype", "model.dtype sets it"),
+        ({"gpu_memory_utilization": 0.5}, "rollout.vllm.gpu_memory_utilization", "rollout.gpu_memory_share sets it"),
         ({"worker_extension_cls": "x.Y"}, "rollout.vllm.worker_extension_cls", "takes over new weights: leave it out"),
         ({"max_model_len": 99}, "rollout.vllm.max_model_len", "are 100 tokens"),
     ],
@@ -131,7 +131,7 @@ def test_a_vllm_argument_that_cannot_work_is_refused(given: dict[str, Any], key:
 
 
 def test_an_argument_that_freewheel_sets_is_refused_without_vllm() -> None:
-    with pytest.raises(ConfigError, match=r"async_training.weight_transport says"):
+    with pytest.raises(ConfigError, match=r"async_training.weight_transport sets"):
         to_config({"rollout": {"engine": "vllm", "vllm": {"weight_transfer_config": {}}}})
 
 

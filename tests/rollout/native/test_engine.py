@@ -244,7 +244,7 @@ async def test_a_broken_thread_ends_every_wait() -> None:
     async with running(tiny("qwen2"), slots=2) as engine:
 
         def broken() -> None:
-            raise SystemExit("the thread is told to go")
+            raise SystemExit("the thread ends")
 
         engine._loop.turn = broken  # type: ignore[method-assign]
         with pytest.raises(EngineError):

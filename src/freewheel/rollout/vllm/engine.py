@@ -80,18 +80,18 @@ CONTENT_SUM = "freewheel_content_sum"
 """The worker's method that returns the checksum of its weights."""
 FINISHES: dict[str | None, Finish] = {"stop": "stop", "length": "length"}
 SET_BY_FREEWHEEL: Mapping[str, str] = {
-    "model": "model.path says it",
-    "dtype": "model.dtype says it: training and generation must have the same",
+    "model": "model.path sets it",
+    "dtype": "model.dtype sets it: training and generation must have the same",
     "tokenizer": "prompts come as tokens, and it has none",
     "skip_tokenizer_init": "prompts come as tokens, and it has no tokenizer",
-    "max_num_seqs": "rollout.slots says it",
-    "gpu_memory_utilization": "rollout.gpu_memory_share says it",
-    "tensor_parallel_size": "rollout.tensor_parallel_size says it",
-    "pipeline_parallel_size": "rollout.pipeline_parallel_size says it",
-    "data_parallel_size": "rollout.replicas says it",
-    "generation_config": "rollout says how responses are sampled",
+    "max_num_seqs": "rollout.slots sets it",
+    "gpu_memory_utilization": "rollout.gpu_memory_share sets it",
+    "tensor_parallel_size": "rollout.tensor_parallel_size sets it",
+    "pipeline_parallel_size": "rollout.pipeline_parallel_size sets it",
+    "data_parallel_size": "rollout.replicas sets it",
+    "generation_config": "rollout sets how responses are sampled",
     "logprobs_mode": "training needs log-probabilities at the sampling temperature",
-    "weight_transfer_config": "async_training.weight_transport says how weights get there",
+    "weight_transfer_config": "async_training.weight_transport sets how weights get there",
     "worker_extension_cls": "freewheel's own takes over new weights",
 }
 """Arguments that `rollout.vllm` must not contain, and why."""
@@ -395,7 +395,7 @@ class VllmEngine:
 
 
 class VllmFactory(EngineFactory):
-    """vLLM in processes of its own, on any number of GPUs or on a CPU."""
+    """vLLM in separate processes, on any number of GPUs or on a CPU."""
 
     transports = ("object_store", "ipc", "nccl")
     has_check = True
@@ -546,7 +546,15 @@ def engine_arguments(
             weights = parameters * NUMBER_BYTES[settings.dtype]
             room = kv_room(settings.gpu_memory_share, gpu_bytes, weights)
             if room < needed(1):
-                raise _crowded(settings, gpu_bytes, weights + WORKSPACE_BYTES, needed(1))
+                share = settings.gpu_memory_share * gpu_bytes / GIB
+                fixed = (weights + WORKSPACE_BYTES) / GIB
+                raise ConfigError(
+                    "rollout.replicas",
+                    options.replicas,
+                    f"{settings.engines_on_a_gpu} engines are on a GPU, {share:.1f} GiB for each; weights and "
+                    f"workspace take {fixed:.1f}, one sequence at its longest {needed(1) / GIB:.1f}: give fewer, raise "
+                    "rollout.gpu_memory_share, or lower rollout.max_new_tokens or data.max_prompt_tokens",
+                )
             arguments["kv_cache_memory_bytes"] = min(room, needed(settings.slots))
     else:  # by default vLLM takes nine tenths of the memory
         arguments["kv_cache_memory_bytes"] = needed(settings.slots)
@@ -556,16 +564,6 @@ def engine_arguments(
 def kv_room(share: float, gpu_bytes: int, weights: int) -> int:
     """What an engine's share of a GPU leaves for keys and values. Negative if not even the rest fits."""
     return int(share * gpu_bytes) - weights - WORKSPACE_BYTES
-
-
-def _crowded(settings: EngineSettings, gpu_bytes: int, fixed: int, sequence: int) -> ConfigError:
-    return ConfigError(
-        "rollout.replicas",
-        settings.options.replicas,
-        f"{settings.engines_on_a_gpu} engines are on a GPU, {settings.gpu_memory_share * gpu_bytes / GIB:.1f} GiB for "
-        f"each; weights and workspace take {fixed / GIB:.1f}, one sequence at its longest {sequence / GIB:.1f}: give "
-        "fewer, raise rollout.gpu_memory_share, or lower rollout.max_new_tokens or data.max_prompt_tokens",
-    )
 
 
 def kv_bytes(model_config: Any, dtype: str, slots: int, *, max_model_len: int) -> int:
