@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 KEY = "rollout.engine"
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
+VLLM_KEYS = ("tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_share", "vllm", "urls")
+"""Keys of `rollout` that only the engine vllm has."""
 Transport = Literal["object_store", "ipc", "nccl"]
 """How weights travel: through host memory, within one GPU, or from GPU to GPU."""
 
@@ -112,15 +114,9 @@ class EngineFactory:
     def check_options(self, options: RolloutOptions) -> None:
         """Raises ConfigError for settings that this engine cannot use. Called for every configuration: reads nothing
         but its argument."""
-        given = {
-            "tensor_parallel_size": options.tensor_parallel_size != 1,
-            "pipeline_parallel_size": options.pipeline_parallel_size != 1,
-            "gpu_memory_share": options.gpu_memory_share != "auto",
-            "vllm": bool(options.vllm),
-            "urls": options.urls is not None,
-        }
-        for key, is_given in given.items():
-            if is_given:
+        usual = type(options)()
+        for key in VLLM_KEYS:
+            if getattr(options, key) != getattr(usual, key):
                 remedy = f"the {options.engine} engine does not have it: leave it out, or give rollout.engine=vllm"
                 raise ConfigError(f"rollout.{key}", getattr(options, key), remedy)
 
