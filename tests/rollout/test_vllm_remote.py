@@ -229,10 +229,10 @@ async def test_a_later_failure_is_repaired_by_the_next_update_or_ends_the_engine
     server.fails = set()
     await update(engine, 1)
     assert await waiting == [1] * 3
-    server.fails = {fails}
     doomed = asyncio.create_task(ask(engine, request_of(2, new=16)))
     await until(lambda: server.sent > 3)
-    for kind in (EngineError, EngineDied):
+    for kind, call in ((EngineError, fails), (EngineDied, "start_weight_update")):
+        server.fails = {call}
         with pytest.raises(kind):
             await update(engine, 2)
     found = await asyncio.gather(doomed, return_exceptions=True)
