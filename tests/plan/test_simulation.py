@@ -143,7 +143,7 @@ def test_a_group_has_the_version_of_its_first_token():
 
 def test_slots_are_filled_as_the_native_scheduler_fills_them():
     pytest.importorskip("torch")
-    from freewheel.rollout.native.loop import Scheduler
+    from freewheel.rollout.native.engine import Scheduler
 
     tokens = [3, 5, 2, 7, 4, 6, 1]
     real, lengths = Scheduler(slots=8, refill=2), itertools.cycle(tokens)

@@ -1,4 +1,4 @@
-"""An engine without a model: says what it is told to, when it is told to."""
+"""An engine without a model. A test decides what it generates, and when."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from typing import Any
 
 import torch
@@ -28,25 +27,12 @@ class FakeServer:
         self.going.set()
         self.sent = 0
         self.held = 0
-        self.idle_s = float("inf")
-        self._asked_at: dict[Any, float] = {}
-        app = web.Application(middlewares=[self._too_late])
+        app = web.Application()
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/is_paused", self._is_paused)
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/{call}", self._call)
         self.server = TestServer(app)
-
-    @web.middleware
-    async def _too_late(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        """A call over a connection that has had none for `idle_s` meets its end."""
-        now = time.monotonic()
-        assert request.transport is not None
-        if now - self._asked_at.get(request.transport, now) > self.idle_s:
-            request.transport.abort()
-        answer: web.StreamResponse = await handler(request)
-        self._asked_at[request.transport or now] = time.monotonic()
-        return answer
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "a model", "max_model_len": 64}]})

@@ -182,28 +182,23 @@ def test_a_result_is_a_score_or_leaves_a_response_out(found: Any, expected: Any)
 
 
 @pytest.mark.parametrize(
-    ("found", "summary"),
+    ("found", "summary", "infra"),
     [
-        (math.nan, "finite"),
-        (-math.inf, "finite"),
-        ({"score": math.nan}, "finite"),
-        ("good", "number"),
-        ({"value": 1}, "without 'score'"),
-        (Failed("throttled", 3, "429"), "judge throttled: 429"),
-        ({"score": 0.5, "judge_status": "failed", "judge_reason": "deadline"}, "judge deadline"),
+        (math.nan, "finite", False),
+        (-math.inf, "finite", False),
+        ({"score": math.nan}, "finite", False),
+        ("good", "number", False),
+        ({"value": 1}, "without 'score'", False),
+        # A failure of the judge is about the infrastructure, unless the judge rejects this very response.
+        (Failed("throttled", 3, "429"), "judge throttled: 429", True),
+        ({"score": 0.5, "judge_status": "failed", "judge_reason": "deadline"}, "judge deadline", True),
+        (Failed("unparseable"), "judge unparseable", False),
+        (Failed("rejected"), "judge rejected", False),
     ],
 )
-def test_a_result_that_is_no_score_is_a_failure_with_a_reason(found: Any, summary: str):
+def test_a_result_that_is_no_score_is_a_failure_with_a_reason(found: Any, summary: str, infra: bool):
     outcome = as_verdict(found)
-    assert isinstance(outcome, Failed) and summary in outcome.summary
-
-
-@pytest.mark.parametrize(
-    ("reason", "infra"), [("throttled", True), ("deadline", True), ("unparseable", False), ("rejected", False)]
-)
-def test_a_failure_of_the_judge_is_infrastructure_unless_it_is_about_the_response(reason: str, infra: bool):
-    found = as_verdict(Failed(reason))
-    assert isinstance(found, Failed) and found.infra == infra
+    assert isinstance(outcome, Failed) and summary in outcome.summary and outcome.infra == infra
 
 
 @pytest.mark.parametrize("error", [KeyError("answer"), SystemExit(3), ConnectionError("refused")])

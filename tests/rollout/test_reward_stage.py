@@ -144,10 +144,11 @@ async def test_a_batch_function_gets_whole_groups_at_once_and_does_not_wait_for_
     stage = make_stage(score)
     slow = begin(stage, ["a", "bb"], n=3)
     assert await asyncio.wait_for(seen.get(), WAIT_S) == 2
-    monkeypatch.setattr(reward_stage, "LINGER_S", WAIT_S)  # a whole group does not wait for it
+    monkeypatch.setattr(reward_stage, "LINGER_S", 2 * WAIT_S)  # a whole group does not wait for it
     slow.add(2, "ccc", response("ccc"))
     other = begin(stage, ["dddd"])
-    assert numbers([*await slow.result(), *await other.result()]) == [1.0, 2.0, 3.0, 4.0]
+    async with asyncio.timeout(WAIT_S):
+        assert numbers([*await slow.result(), *await other.result()]) == [1.0, 2.0, 3.0, 4.0]
     assert seen.get_nowait() == 2
 
 
@@ -266,8 +267,9 @@ async def test_a_setting_that_cannot_work_is_refused_by_its_key(make_stage: Make
 # -- time -------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_function_that_never_returns_fails_its_response_and_holds_up_no_other(make_stage: MakeStage):
+async def test_a_function_that_never_returns_fails_its_response_and_holds_up_no_other(make_stage: MakeStage, caplog):
     forever = threading.Event()
+    before = set(threading.enumerate())
 
     def score(response: str, row: Any) -> float:
         if response == "hang":
@@ -280,6 +282,28 @@ async def test_a_function_that_never_returns_fails_its_response_and_holds_up_no_
     assert "reward.timeout_s = 0.5" in rewards[0].verdict.summary
     assert stage.stats()["lost_threads"] == 2
     forever.set()
+    await until(lambda: len(set(threading.enumerate()) - before) == 1)  # the lost threads end after their call
+    await asyncio.sleep(0)
+    assert not [record for record in caplog.records if record.name == "asyncio"], "a late result is ignored"
+
+
+async def test_a_call_whose_caller_left_keeps_its_thread_until_it_returns(make_stage: MakeStage):
+    started, other = threading.Event(), threading.Event()
+    overlaps: list[bool] = []
+
+    def score(response: str, row: Any) -> float:
+        if response == "left":
+            started.set()
+            overlaps.append(other.wait(0.2))
+        other.set()
+        return 1.0
+
+    stage = make_stage(score, workers=1)
+    left = begin(stage, ["left"])
+    await until(started.is_set)
+    left.cancel()
+    assert numbers(await scored(stage, "next", ordinal=1)) == [1.0]
+    assert overlaps == [False], "more calls than `workers` at once"
 
 
 @pytest.mark.parametrize("odd", ["ignores its cancellation", "times out by itself", "cancels itself"])

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -113,8 +113,9 @@ Build = Callable[..., Awaitable[Scene]]
 
 
 @pytest.fixture
-async def scene() -> AsyncIterator[Build]:
+async def scene(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Build]:
     """`await scene(behave, reward=…)`: all closed with the test, after which no task of theirs may be left."""
+    monkeypatch.setattr("freewheel.rollout.rollouter.PUT_RETRY_S", 0.01)
     made: list[Scene] = []
 
     async def build(
@@ -376,9 +377,12 @@ async def test_a_slow_reward_holds_no_generation_capacity(scene: Build) -> None:
         stats = one.rollouter.stats()
         assert stats["scoring_groups"] == 16
         assert stats["rewards"]["scored"] == 0
+        await one.until(lambda: one.rollouter.stats()["spans"].get("wait_reward", 0) > 0)
     finally:
         held.set()
     assert len(await one.taken()) == 4
+    await one.until(lambda: one.rollouter.stats()["spans"].get("wait_room", 0) > 0)
+    assert one.rollouter.stats()["spans"]["generate"] > 0
 
 
 async def test_the_engine_gets_twice_the_groups_that_it_can_run(scene: Build) -> None:
@@ -410,21 +414,6 @@ async def test_one_long_response_does_not_hold_the_slots_of_the_others_of_its_gr
     await one.until(lambda: one.rollouter.total_generated_samples == 40 * N)
 
 
-async def test_spans_separate_generation_from_waits_for_rewards_and_for_room(scene: Build) -> None:
-    held = threading.Event()
-
-    def slow(response: str, row: Any) -> float:
-        held.wait(WAIT_S)
-        return by_index(response, row)
-
-    one = await scene(reward=slow, bounds=bounds_of(threshold=0))
-    await one.until(lambda: one.rollouter.stats()["spans"].get("wait_reward", 0) > 0)
-    held.set()
-    await one.taken()
-    await one.until(lambda: one.rollouter.stats()["spans"].get("wait_room", 0) > 0)
-    assert one.rollouter.stats()["spans"]["generate"] > 0
-
-
 async def test_groups_that_end_together_travel_together(scene: Build) -> None:
     sizes: list[int] = []
 
@@ -450,10 +439,7 @@ class Reluctant(MessageQueue):
         return not self.refuses and await super().put(groups, wait_s=wait_s)
 
 
-async def test_a_group_is_put_until_the_queue_has_stored_it_and_the_engine_does_not_wait(
-    scene: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("freewheel.rollout.rollouter.PUT_RETRY_S", 0.01)
+async def test_a_group_is_put_until_the_queue_has_stored_it_and_the_engine_does_not_wait(scene: Build) -> None:
     queue = Reluctant(bounds=bounds_of(threshold=3))
     one = await scene(queue=queue, capacity=1)
     await one.until(lambda: one.rollouter.stats()["unstored_groups"] == 16)  # all that admission allows
@@ -463,10 +449,7 @@ async def test_a_group_is_put_until_the_queue_has_stored_it_and_the_engine_does_
     assert queue.total_produced == 16 and queue.dropped == {}
 
 
-async def test_a_rollouter_holds_a_ticket_until_the_queue_has_confirmed_its_end(
-    scene: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("freewheel.rollout.rollouter.PUT_RETRY_S", 0.01)
+async def test_a_rollouter_holds_a_ticket_until_the_queue_has_confirmed_its_end(scene: Build) -> None:
     scored = asyncio.Event()
 
     async def slow(response: str, row: Any) -> float:
@@ -487,29 +470,6 @@ async def test_a_rollouter_holds_a_ticket_until_the_queue_has_confirmed_its_end(
     scored.set()
     await one.taken()
     await one.until(lambda: not one.held())
-
-
-async def test_tickets_whose_answer_was_lost_are_issued_again(scene: Build) -> None:
-    class Forgetful(MessageQueue):
-        """The first answer with tickets is lost on the way."""
-
-        lost: ClassVar[list[Ticket]] = []
-        holdings: ClassVar[list[list[int]]] = []
-
-        async def admit(self, replica: str, **asked: Any) -> Admission:
-            self.holdings.append(sorted(asked["holding"]))
-            answer = await super().admit(replica, **asked)
-            if answer.tickets and not self.lost:
-                self.lost = answer.tickets
-                return Admission([])
-            return answer
-
-    queue = Forgetful(bounds=bounds_of(threshold=0))
-    one = await scene(queue=queue)
-    await one.taken()
-    assert queue.holdings[:2] == [[], []]
-    assert queue.ledger.failures == {"lost": len(queue.lost)}
-    assert {ticket.ordinal for ticket in queue.lost} == {0, 1, 2, 3}
 
 
 async def test_a_ticket_is_held_until_the_queue_knows_of_its_failure(scene: Build) -> None:

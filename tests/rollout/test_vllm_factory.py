@@ -12,7 +12,7 @@ import pytest
 from transformers import GPT2Config, LlamaConfig
 
 from freewheel.errors import ConfigError
-from freewheel.rollout.vllm import api, factory
+from freewheel.rollout.vllm import api, engine
 from freewheel.runtime.building import engine_settings
 from freewheel.runtime.config_files import to_config
 from freewheel.runtime.placement import Gpu, Machine
@@ -29,7 +29,7 @@ def arguments_of(*, gpus: int = 0, longest: int = 100, **sections: Any) -> dict[
     rollout = {"engine": "vllm", **sections.pop("rollout", {})}
     config = to_config({"model": {"path": "some/model"}, "data": {"task": "gsm8k"}, "rollout": rollout, **sections})
     machine = Machine(cpus=2, memory_bytes=8 << 30, gpus=(Gpu(name="one", memory_bytes=GPU_BYTES),) * gpus)
-    return factory.engine_arguments(
+    return engine.engine_arguments(
         engine_settings(config, resolve(config, machine), model_path="/models/one", longest_tokens=1),
         MODEL,
         max_model_len=longest,
@@ -109,7 +109,7 @@ def test_on_a_cpu_the_cache_holds_every_slot_and_at_most_twice_that() -> None:
     assert 10 * 256 * token <= found <= 2 * 10 * 256 * token
     assert "gpu_memory_utilization" not in arguments_of()
     gpt2 = GPT2Config(n_embd=48, n_head=3, n_layer=1)
-    assert factory.kv_bytes(gpt2, "bfloat16", 1, max_model_len=128) > 128 * 2 * 48 * 2
+    assert engine.kv_bytes(gpt2, "bfloat16", 1, max_model_len=128) > 128 * 2 * 48 * 2
 
 
 @pytest.mark.parametrize(
@@ -117,8 +117,8 @@ def test_on_a_cpu_the_cache_holds_every_slot_and_at_most_twice_that() -> None:
     [
         ({"max_num_batch_tokens": 5}, "rollout.vllm.max_num_batch_tokens", "did you mean max_num_batched_tokens"),
         ({"zzz": 5}, "rollout.vllm.zzz", "see AsyncEngineArgs"),
-        ({"dtype": "half"}, "rollout.vllm.dtype", "model.dtype says it"),
-        ({"gpu_memory_utilization": 0.5}, "rollout.vllm.gpu_memory_utilization", "rollout.gpu_memory_share says it"),
+        ({"dtype": "half"}, "rollout.vllm.dtype", "model.dtype sets it"),
+        ({"gpu_memory_utilization": 0.5}, "rollout.vllm.gpu_memory_utilization", "rollout.gpu_memory_share sets it"),
         ({"worker_extension_cls": "x.Y"}, "rollout.vllm.worker_extension_cls", "takes over new weights: leave it out"),
         ({"max_model_len": 99}, "rollout.vllm.max_model_len", "are 100 tokens"),
     ],
@@ -131,16 +131,16 @@ def test_a_vllm_argument_that_cannot_work_is_refused(given: dict[str, Any], key:
 
 
 def test_an_argument_that_freewheel_sets_is_refused_without_vllm() -> None:
-    with pytest.raises(ConfigError, match=r"async_training.weight_transport says"):
+    with pytest.raises(ConfigError, match=r"async_training.weight_transport sets"):
         to_config({"rollout": {"engine": "vllm", "vllm": {"weight_transfer_config": {}}}})
 
 
 def test_environment_variables_of_the_user_stay_and_vllms_processes_end_with_this_one() -> None:
     environ = {"VLLM_LOGGING_LEVEL": "DEBUG", "FREEWHEEL_ROLLOUTER": "1"}  # the latter from another rollouter
-    factory.set_environment("cuda", environ)
+    engine.set_environment("cuda", environ)
     assert environ["VLLM_LOGGING_LEVEL"] == "DEBUG" and environ["FREEWHEEL_ROLLOUTER"] == str(os.getpid())
     assert environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn" and "VLLM_CPU_OMP_THREADS_BIND" not in environ
-    factory.set_environment("cpu", environ)
+    engine.set_environment("cpu", environ)
     assert environ["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
 
 

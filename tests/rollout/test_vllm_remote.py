@@ -1,5 +1,5 @@
-"""`VllmEngine` over a fake vLLM server: its requests and their order, and what happens when the server fails, hangs or
-goes away."""
+"""`VllmEngine` over a fake vLLM server: its requests and their order, what happens when the server fails, hangs or goes
+away, and the versions of tokens."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from freewheel.errors import ConfigError
 from freewheel.rollout import engine as protocol
@@ -24,7 +26,7 @@ from freewheel.rollout.engine import (
     SamplingParams,
     generate_all,
 )
-from freewheel.rollout.vllm import remote
+from freewheel.rollout.vllm.api import Timeline, TokenVersions
 from freewheel.rollout.vllm.engine import VllmEngine
 from freewheel.rollout.vllm.remote import RemoteLlm, Server, find_server
 from freewheel.sync.weights import AnyWeights
@@ -32,8 +34,6 @@ from freewheel.sync.weights import AnyWeights
 from .fake_server import WEIGHTS, FakeServer
 
 WAIT_S = 20.0
-VLLM_KEEPS_S = 5.0
-"""A connection that is idle (`VLLM_HTTP_TIMEOUT_KEEP_ALIVE`)."""
 VOCABULARY = 100
 
 
@@ -229,10 +229,10 @@ async def test_a_later_failure_is_repaired_by_the_next_update_or_ends_the_engine
     server.fails = set()
     await update(engine, 1)
     assert await waiting == [1] * 3
-    server.fails = {fails}
     doomed = asyncio.create_task(ask(engine, request_of(2, new=16)))
     await until(lambda: server.sent > 3)
-    for kind in (EngineError, EngineDied):
+    for kind, call in ((EngineError, fails), (EngineDied, "start_weight_update")):
+        server.fails = {call}
         with pytest.raises(kind):
             await update(engine, 2)
     found = await asyncio.gather(doomed, return_exceptions=True)
@@ -313,15 +313,11 @@ async def test_a_server_that_goes_away_is_a_dead_engine(engine: VllmEngine, serv
         await update(engine, 1)
 
 
-async def test_a_server_that_closes_an_idle_connection_has_not_died(
-    engine: VllmEngine, server: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert remote.KEPT_S < VLLM_KEEPS_S
-    monkeypatch.setattr(remote, "KEPT_S", remote.KEPT_S / 50)
-    server.idle_s = VLLM_KEEPS_S / 50
+async def test_connections_are_closed_before_the_server_closes_them(engine: VllmEngine, server: FakeServer) -> None:
+    """A call that meets the server's close would count as its death. vLLM closes a connection after 5 s."""
     await update(engine, 1)
-    await asyncio.sleep(1.5 * server.idle_s)
-    assert len((await ask(engine, request_of(1)))[0].tokens) == 3
+    connector: Any = engine._llm._session.connector
+    assert connector._keepalive_timeout <= 2.0
 
 
 @pytest.mark.parametrize(
@@ -342,3 +338,65 @@ async def test_a_server_that_cannot_be_used_is_refused_with_the_remedy(
     server.fails = {fails}
     with pytest.raises(ConfigError, match=message):
         await asyncio.to_thread(find_server, "http://127.0.0.1:9" if fails == "all" else url, max_model_len, dtype)
+
+
+# -- which weights made a token ---------------------------------------------------------------------------------------
+
+steps = st.lists(st.sampled_from(["update", "add", "end", "batch", "batch", "batch", "late end"]), max_size=60)
+
+
+@given(steps=steps, data=st.data())
+def test_every_token_has_the_version_that_made_it(steps: list[str], data: st.DataObject) -> None:
+    """A model of an engine: a batch gives every live request some tokens under the current weights. A request's
+    versions are read while it lives, also after later versions were seen."""
+    version, number = 0, 0
+    tags = TokenVersions(version)
+    truth: dict[str, list[int]] = {}
+    live: list[str] = []
+    for step in steps:
+        if step == "update":
+            version += data.draw(st.integers(1, 2))
+        elif step == "add":
+            name = f"request {number}"
+            number += 1
+            tags.begin(name)
+            truth[name] = []
+            live.append(name)
+        elif step == "batch":
+            tags.batch(version, {name: len(truth[name]) for name in live})
+            for name in live:
+                truth[name] += [version] * data.draw(st.integers(0, 3))
+        elif live:
+            name = live.pop(data.draw(st.integers(0, len(live) - 1)))
+            if step == "end":
+                assert tags.of(name, len(truth[name])).tolist() == truth[name]
+                tags.end(name)
+                del truth[name]
+    for name, made in truth.items():
+        count = data.draw(st.integers(0, len(made)))
+        assert tags.of(name, count).tolist() == made[:count]
+
+
+def test_a_request_that_is_on_its_way_while_the_version_changes_keeps_the_older_version() -> None:
+    tags = TokenVersions(3)
+    tags.begin("on its way")
+    tags.batch(4, {})
+    assert tags.of("on its way", 2).tolist() == [3, 3]
+    tags.batch(5, {"on its way": 1, "not ours": 7})
+    assert tags.of("on its way", 3).tolist() == [3, 5, 5]
+
+
+@given(st.lists(st.tuples(st.floats(0.001, 5), st.floats(0, 5)), max_size=8), st.data())
+def test_tokens_made_between_two_changes_have_the_version_between_them(
+    pauses: list[tuple[float, float]], data: st.DataObject
+) -> None:
+    """No tokens are made from a pause to the change at its end. At the moment of a change the older version counts."""
+    line, now = Timeline(10), 0.0
+    for version, (worked_s, paused_s) in enumerate(pauses, start=10):
+        began, made_s = now, data.draw(st.floats(now, now + worked_s))
+        now += worked_s + paused_s
+        line.changed(now, version + 1)
+        assert line.at(made_s) <= version and line.at(now) <= version, "never newer"
+        if began < made_s < now:
+            assert line.at(made_s) == version
+    assert line.at(now + 0.1) == 10 + len(pauses)

@@ -1,28 +1,32 @@
-"""The engines that `rollout.engine` can name, and what a run asks of an engine before it exists.
+"""The engines that `rollout.engine` can name, what a run needs to know about an engine before it exists, and models.
 
     rollout.engine ─▶ find_engine ─▶ EngineFactory ┬▶ check_options, require, check     before anything starts
                                                    ├▶ transports, estimate_memory, …    for the plan
                                                    └▶ load(EngineSettings) ─▶ LoadedEngine, in the rollouter's process
 
 `native`, `vllm` and `module:name` are found the same way. To add an engine, write a subclass of `EngineFactory` and add
-a line to `ENGINES`. Needs no torch: a plan must be possible without it.
+a line to `ENGINES`. A plan must be possible without torch, so only the functions that load models import it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from freewheel.errors import ConfigError
-from freewheel.rollout.models import load_causal_lm
-from freewheel.utils.registry import Registry
+from freewheel.utils.registry import DETAIL_CHARS, Registry
 
 if TYPE_CHECKING:
     from freewheel.rollout.engine import Engine
 
 KEY = "rollout.engine"
+NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
+VLLM_KEYS = ("tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_share", "vllm", "urls")
+"""Keys of `rollout` that only the engine vllm has."""
 Transport = Literal["object_store", "ipc", "nccl"]
 """How weights travel: through host memory, within one GPU, or from GPU to GPU."""
 
@@ -110,15 +114,9 @@ class EngineFactory:
     def check_options(self, options: RolloutOptions) -> None:
         """Raises ConfigError for settings that this engine cannot use. Called for every configuration: reads nothing
         but its argument."""
-        given = {
-            "tensor_parallel_size": options.tensor_parallel_size != 1,
-            "pipeline_parallel_size": options.pipeline_parallel_size != 1,
-            "gpu_memory_share": options.gpu_memory_share != "auto",
-            "vllm": bool(options.vllm),
-            "urls": options.urls is not None,
-        }
-        for key, is_given in given.items():
-            if is_given:
+        usual = type(options)()
+        for key in VLLM_KEYS:
+            if getattr(options, key) != getattr(usual, key):
                 remedy = f"the {options.engine} engine does not have it: leave it out, or give rollout.engine=vllm"
                 raise ConfigError(f"rollout.{key}", getattr(options, key), remedy)
 
@@ -183,7 +181,7 @@ class NativeFactory(EngineFactory):
 ENGINES: Registry[type[EngineFactory]] = Registry(
     {
         "native": f"{__name__}:NativeFactory",
-        "vllm": "freewheel.rollout.vllm.factory:VllmFactory",
+        "vllm": "freewheel.rollout.vllm.engine:VllmFactory",
     },
     example="my_engine:MyEngineFactory",
 )
@@ -195,3 +193,71 @@ def find_engine(name: str) -> EngineFactory:
     if not (isinstance(found, type) and issubclass(found, EngineFactory)):
         raise ConfigError(KEY, name, f"it must be a subclass of {__name__}.EngineFactory")
     return found()
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+def load_causal_lm(path: str, dtype: str, *, trust_remote_code: bool) -> Any:
+    """`dtype`: the name of a floating-point type, or `auto` for the type of the files."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    check_weights(Path(path))
+    with loading_errors("model.path", path):
+        return AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype="auto" if dtype == "auto" else getattr(torch, dtype),
+            trust_remote_code=trust_remote_code,
+        )
+
+
+def load_model_config(path: str, *, trust_remote_code: bool) -> tuple[Any, Any]:
+    """The model's configuration and its generation configuration, without weights."""
+    from transformers import AutoConfig, GenerationConfig
+
+    check_weights(Path(path))
+    with loading_errors("model.path", path):
+        found = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    try:
+        return found, GenerationConfig.from_pretrained(path)
+    except OSError:  # the model has no generation configuration
+        return found, GenerationConfig.from_model_config(found)
+
+
+def count_parameters(path: str, model_config: Any, *, trust_remote_code: bool) -> int:
+    """Counts the parameters of a model of this configuration. Its weights need not be on this machine."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with loading_errors("model.path", path), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            model_config, trust_remote_code=trust_remote_code
+        )
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@contextmanager
+def loading_errors(key: str, path: str) -> Iterator[None]:
+    """Turns what transformers raises for a model it cannot load into a ConfigError of one line."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        why = " ".join(str(error).split())[:DETAIL_CHARS]
+        remedy = "give a HF folder, a hub id and a network to fetch it from, or embedded"
+        raise ConfigError(key, path, f"it cannot be loaded ({why}): {remedy}") from error
+
+
+def check_weights(folder: Path) -> None:
+    """Raises ConfigError for a file of weights that is cut short or damaged. Reads only headers: milliseconds."""
+    from safetensors import SafetensorError, safe_open
+
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="numpy"):
+                pass
+        except (SafetensorError, OSError) as error:
+            remedy = f"{file.name} in it is cut short or damaged ({error}): copy or fetch it again"
+            raise ConfigError("model.path", str(folder), remedy) from error

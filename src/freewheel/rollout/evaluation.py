@@ -95,10 +95,6 @@ class EvalResult:
         return int(np.isnan(self.scores).sum())
 
     @property
-    def scored(self) -> int:
-        return self.scores.size - self.failed
-
-    @property
     def truncated_share(self) -> float:
         """Share of the generated responses."""
         return _mean(self.truncated[self.lengths > 0].astype(np.float64))

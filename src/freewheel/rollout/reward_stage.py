@@ -13,6 +13,7 @@ or what finishes within `LINGER_S`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
@@ -430,14 +431,13 @@ class GroupPolicy:
         """`on_failure`: `mask`, `raise`, or `fallback: NUMBER` as text or as a mapping."""
         if on_failure == "mask":
             return cls(retries=retries)
-        try:
+        with contextlib.suppress(ConfigError):
             policy = OnFailure.parse(on_failure)
-        except ConfigError:
-            policy = OnFailure()
-        if policy.kind not in ("raise", "fallback"):
-            raise ConfigError("reward.on_failure", on_failure, "choose mask, raise, or 'fallback: NUMBER'")
-        fallback = policy.value if policy.kind == "fallback" else None
-        return cls(retries=retries, fallback=fallback, raises=policy.kind == "raise")
+            if policy.kind == "raise":
+                return cls(retries=retries, raises=True)
+            if policy.kind == "fallback":
+                return cls(retries=retries, fallback=policy.value)
+        raise ConfigError("reward.on_failure", on_failure, "choose mask, raise, or 'fallback: NUMBER'")
 
     def decide(self, responses: Sequence[Response], tries: int) -> list[Response] | None:
         """Return the responses to train on, or None: score the failed ones again. `tries`: earlier decisions.

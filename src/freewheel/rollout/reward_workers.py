@@ -1,13 +1,14 @@
 """`FunctionRunner`: runs a reward function, and gives up on a call that takes too long.
 
     score(calls) ─▶ async function:    a task on this event loop ────────┬─▶ [Verdict, …]
-                 ─▶ executor thread:   queue ─▶ one of `workers` threads ┤
+                 ─▶ executor thread:   one of `workers` threads ─────────┤
                  ─▶ executor process:  one of `workers` child processes ─┘
 
 The reward stage and the evaluation use it. All public methods belong to one event loop.
 
-The threads are daemons and not a `ThreadPoolExecutor`: a function that never returns must delay neither the next
-response nor the end of the process. Its thread is abandoned and another one takes its place. A child is killed.
+A function that never returns must delay neither the next response nor the end of the process. So the threads are
+daemons and not a `ThreadPoolExecutor`: a late call's thread is abandoned, and another one replaces it. A late call's
+child is killed.
 """
 
 from __future__ import annotations
@@ -18,16 +19,15 @@ import io
 import logging
 import os
 import pickle
+import queue
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from freewheel.errors import ConfigError
@@ -61,20 +61,6 @@ async def in_thread(work: Callable[[], None]) -> None:
         await asyncio.get_running_loop().run_in_executor(pool, work)
 
 
-@dataclass(eq=False)
-class _Job:
-    """One call of the function in a thread: with one response, or with a batch."""
-
-    calls: Sequence[Call]
-    answer: asyncio.Future[Verdicts]
-    """Used on the event loop only."""
-    started_s: float = 0.0
-
-    def finish(self, verdicts: Verdicts) -> None:
-        if not self.answer.done():  # otherwise its caller was cancelled
-            self.answer.set_result(verdicts)
-
-
 class FunctionRunner:
     """Calls a reward function, async or not. A call that takes longer than `timeout_s` fails.
 
@@ -87,21 +73,11 @@ class FunctionRunner:
         """Threads that were abandoned because their call did not return in time."""
         self.process_deaths = 0
         self._timeout_s = timeout_s
-        self._workers = workers
-        self._tasks: set[asyncio.Task[Verdicts]] = set()
         self._payload = _pickle(function) if executor == "process" and not function.is_async else None
-        self._idle_children: list[_Child] = []
-        self._child_permits = asyncio.Semaphore(workers)
-        # Shared with the threads, under the lock.
-        self._lock = threading.Condition()
-        self._queue: deque[_Job] = deque()
-        self._running: dict[threading.Thread, _Job] = {}
-        self._finished: deque[tuple[_Job, Verdicts]] = deque()
-        self._wake_sent = False
-        self._closed = False
-        # The event loop's own.
-        self._threads: set[threading.Thread] = set()
-        self._timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[Verdicts]] = set()
+        self._permits = asyncio.Semaphore(workers)
+        self._workers: set[_Thread | _Child] = set()
+        self._idle: list[_Thread | _Child] = []
 
     async def __aenter__(self) -> Self:
         return self
@@ -113,9 +89,8 @@ class FunctionRunner:
         """Return a verdict for each call. Only a batch function may be given more than one call."""
         if self.function.is_async:
             return await self._call_on_loop(calls)
-        if self._payload is not None:  # a cancelled caller must not leave half an answer in the child's stream
-            return await asyncio.shield(self._start_task(self._call_in_child(calls, self._payload)))
-        return await self._submit(calls)
+        # A cancelled caller must not leave a worker in the middle of a call.
+        return await asyncio.shield(self._start_task(self._call_worker(calls)))
 
     async def close(self) -> None:
         """End threads, child processes and tasks. Calls that are not done never return."""
@@ -123,27 +98,12 @@ class FunctionRunner:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=CLOSE_S)
-        if self._timer is not None:
-            self._timer.cancel()
-        with self._lock:
-            self._closed = True
-            self._lock.notify_all()
-        children, self._idle_children = self._idle_children, []
-        for child in children:
-            child.hang_up()
-        if self._threads or children:
-            await in_thread(lambda: self._wait_for_ends(children))
-
-    def _wait_for_ends(self, children: Sequence[_Child]) -> None:
-        until_s = time.monotonic() + CLOSE_S
-        for thread in self._threads:
-            thread.join(max(0.0, until_s - time.monotonic()))
-            if thread.is_alive():
-                log.warning("A reward function did not return within %g s of the end; its thread is left", CLOSE_S)
-        for child in children:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.process.wait(max(0.0, until_s - time.monotonic()))
-            child.kill()
+        workers, self._workers = self._workers, set()
+        self._idle.clear()
+        for worker in workers:
+            worker.hang_up()
+        if workers:
+            await in_thread(lambda: _wait_for_ends(workers))
 
     def _start_task(self, work: Coroutine[Any, Any, Verdicts]) -> asyncio.Task[Verdicts]:
         task = asyncio.create_task(work)
@@ -168,99 +128,91 @@ class FunctionRunner:
             return [failed("CancelledError", "the function cancelled itself")] * len(calls)
         return task.result()
 
-    # -- threads ------------------------------------------------------------------------------------------------------
+    # -- threads and child processes ----------------------------------------------------------------------------------
 
-    def _submit(self, calls: Sequence[Call]) -> asyncio.Future[Verdicts]:
-        loop = asyncio.get_running_loop()
-        job = _Job(calls, loop.create_future())
-        with self._lock:
-            self._queue.append(job)
-            self._lock.notify()
-        self._start_threads(loop)
-        if self._timer is None:
-            self._timer = loop.call_later(self._timeout_s, self._watch, loop)
-        return job.answer
-
-    def _start_threads(self, loop: asyncio.AbstractEventLoop) -> None:
-        while len(self._threads) < self._workers:
-            thread = threading.Thread(target=self._work, args=(loop,), name="freewheel-reward", daemon=True)
-            self._threads.add(thread)
-            thread.start()
-
-    def _work(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Run in each thread: score until the runner is closed or gives up on the current call."""
-        me = threading.current_thread()
-        while True:
-            with self._lock:
-                self._lock.wait_for(lambda: self._queue or self._closed)
-                if self._closed:
-                    return
-                job = self._running[me] = self._queue.popleft()
-                job.started_s = time.monotonic()
-            verdicts = self.function.score(job.calls)
-            with self._lock:
-                if self._running.pop(me, None) is None:  # too late: another thread has taken its place
-                    return
-                self._finished.append((job, verdicts))
-                must_wake, self._wake_sent = not self._wake_sent, True
-            if must_wake:
-                with contextlib.suppress(RuntimeError):  # the loop has closed: its callers are gone
-                    loop.call_soon_threadsafe(self._deliver)
-
-    def _deliver(self) -> None:
-        self._wake_sent = False  # before reading: a call that finishes from here on sends another wake-up
-        while self._finished:
-            job, verdicts = self._finished.popleft()
-            job.finish(verdicts)
-
-    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Give up on calls that take too long, and come back when the next call may be late."""
-        now = time.monotonic()
-        with self._lock:
-            late = {thread: job for thread, job in self._running.items() if now - job.started_s >= self._timeout_s}
-            for thread in late:
-                del self._running[thread]
-            oldest_s = min((job.started_s for job in self._running.values()), default=now)
-            is_busy = bool(self._running or self._queue)
-        self._threads -= late.keys()
-        self.lost_threads += len(late)
-        self._start_threads(loop)
-        self._timer = loop.call_later(oldest_s + self._timeout_s - now, self._watch, loop) if is_busy else None
-        for job in late.values():
-            job.finish(self._time_out(job.calls))
-
-    # -- child processes ----------------------------------------------------------------------------------------------
-
-    async def _call_in_child(self, calls: Sequence[Call], payload: bytes) -> Verdicts:
+    async def _call_worker(self, calls: Sequence[Call]) -> Verdicts:
         why = ""
-        async with self._child_permits:
+        async with self._permits:
             for _ in range(TRIES):
-                is_new = not self._idle_children
-                child = _Child() if is_new else self._idle_children.pop()
+                worker = self._idle.pop() if self._idle else self._make_worker()
                 try:
-                    if is_new:
-                        await child.start(payload)
+                    await worker.start()
                     async with asyncio.timeout(self._timeout_s):
-                        verdicts = await child.ask(calls)
+                        verdicts = await worker.ask(calls)
                 except TimeoutError:
-                    child.kill()
+                    self._drop(worker)
+                    self.lost_threads += isinstance(worker, _Thread)
                     return self._time_out(calls)
                 except _ChildDied as death:
-                    child.kill()
+                    self._drop(worker)
                     why = str(death)
                     self._count_death(why)
-                except BaseException:
-                    child.kill()
-                    raise
                 else:
-                    self._idle_children.append(child)
+                    self._idle.append(worker)
                     return verdicts
         return [failed("process", f"the process that scored it ended: {why}", infra=True)] * len(calls)
+
+    def _make_worker(self) -> _Thread | _Child:
+        worker = _Thread(self.function) if self._payload is None else _Child(self._payload)
+        self._workers.add(worker)
+        return worker
+
+    def _drop(self, worker: _Thread | _Child) -> None:
+        self._workers.discard(worker)
+        worker.kill()
 
     def _count_death(self, why: str) -> None:
         self.process_deaths += 1
         if is_power_of_ten(self.process_deaths):
             log.warning("A reward process ended (%s), %d so far; it is replaced", why, self.process_deaths)
+
+
+def _wait_for_ends(workers: Iterable[_Thread | _Child]) -> None:
+    until_s = time.monotonic() + CLOSE_S
+    for worker in workers:
+        worker.wait(max(0.0, until_s - time.monotonic()))
+
+
+class _Thread:
+    """A thread that holds the function and answers one call at a time."""
+
+    def __init__(self, function: RewardFunction) -> None:
+        self._function = function
+        self._calls: queue.SimpleQueue[tuple[Sequence[Call], asyncio.Future[Verdicts]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="freewheel-reward", daemon=True)
+        self._thread.start()
+
+    async def start(self) -> None:
+        pass
+
+    async def ask(self, calls: Sequence[Call]) -> Verdicts:
+        answer: asyncio.Future[Verdicts] = asyncio.get_running_loop().create_future()
+        self._calls.put((calls, answer))
+        return await answer
+
+    def _run(self) -> None:
+        while (job := self._calls.get()) is not None:
+            calls, answer = job
+            verdicts = self._function.score(calls)
+            with contextlib.suppress(RuntimeError):  # the loop has closed: its callers are gone
+                answer.get_loop().call_soon_threadsafe(_finish, answer, verdicts)
+
+    def hang_up(self) -> None:
+        """Tell the thread to end after its current call."""
+        self._calls.put(None)
+
+    kill = hang_up
+    """A thread cannot be killed."""
+
+    def wait(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            log.warning("A reward function did not return within %g s of the end; its thread is left", CLOSE_S)
+
+
+def _finish(answer: asyncio.Future[Verdicts], verdicts: Verdicts) -> None:
+    if not answer.done():  # otherwise the call was given up
+        answer.set_result(verdicts)
 
 
 class _ChildDied(Exception):
@@ -284,26 +236,29 @@ def _pickle(function: RewardFunction) -> bytes:
 class _Child:
     """A process that holds the function and answers one call at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, payload: bytes) -> None:
+        self._payload = payload
         self._socket, theirs = socket.socketpair()
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         with theirs:
             # The child looks for modules where this process does; `-P` keeps its working folder out of that.
             path = os.pathsep.join(entry or "." for entry in sys.path)
             arguments = [str(theirs.fileno()), str(os.getpid())]
-            self.process = subprocess.Popen(
+            self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "freewheel.rollout.reward_workers", *arguments],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": path},
             )
 
-    async def start(self, payload: bytes) -> None:
+    async def start(self) -> None:
         """Return when the process has imported the function."""
+        if self._streams is not None:
+            return
         self._streams = await asyncio.open_connection(sock=self._socket)
         try:
             async with asyncio.timeout(START_S):
-                problem = await self._exchange(payload)
+                problem = await self._exchange(self._payload)
         except TimeoutError:
             problem = f"the function's module was not imported within {START_S:g} s"
         if problem:
@@ -322,7 +277,7 @@ class _Child:
             return pickle.loads(await reader.readexactly(length))
         except (EOFError, OSError):
             self.kill()
-            raise _ChildDied(f"exit code {self.process.returncode}") from None
+            raise _ChildDied(f"exit code {self._process.returncode}") from None
 
     def hang_up(self) -> None:
         """Tell the process to end after its current call."""
@@ -331,10 +286,15 @@ class _Child:
         else:
             self._socket.close()
 
+    def wait(self, timeout_s: float) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
+        self.kill()
+
     def kill(self) -> None:
         self.hang_up()
-        self.process.kill()
-        self.process.wait()
+        self._process.kill()
+        self._process.wait()
 
 
 def _serve(stream: io.BufferedRWPair) -> None:

@@ -45,8 +45,13 @@ from freewheel.queue.journal import (
 )
 from freewheel.queue.message_queue import MessageQueue
 from freewheel.queue.restore import Restored, restore
-from freewheel.rollout.engines import EngineSettings, LoadedEngine, find_engine
-from freewheel.rollout.models import load_causal_lm, loading_errors
+from freewheel.rollout.engines import (
+    EngineSettings,
+    LoadedEngine,
+    find_engine,
+    load_causal_lm,
+    loading_errors,
+)
 from freewheel.runtime.config import (
     DEFAULT,
     EMBEDDED,

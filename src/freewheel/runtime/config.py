@@ -49,8 +49,6 @@ OWN_ROWS = "word_problems"
 """The task that makes its own rows."""
 _NO_ROWS = "rows"
 """The task that ships without rows."""
-VLLM_KEYS = ("tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_share", "vllm", "urls")
-"""Keys of `rollout` that only the engine vllm has."""
 _UNKNOWN_WORDS = ("gsm8k",)
 """Built-in tasks with words that the embedded model does not know."""
 

@@ -17,9 +17,10 @@ from typing import Any
 
 from freewheel.errors import ConfigError
 from freewheel.observe.run_folder import BEST, CONFIG
+from freewheel.rollout.engines import VLLM_KEYS
 from freewheel.rollout.evaluation import EvalResult
 from freewheel.runtime.building import RolloutSide, model_folder
-from freewheel.runtime.config import EMBEDDED, VLLM_KEYS, RolloutConfig, TrainConfig
+from freewheel.runtime.config import EMBEDDED, RolloutConfig, TrainConfig
 from freewheel.runtime.config_files import compose
 from freewheel.runtime.placement import MOST_SLOTS, Machine
 from freewheel.runtime.plan import resolve

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from freewheel.rollout.models import NUMBER_BYTES
+from freewheel.rollout.engines import NUMBER_BYTES
 from freewheel.runtime.config import TrainConfig
 from freewheel.trainer.options import LOGITS_AT_A_TIME
 

@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from freewheel.data.tasks import get_task
 from freewheel.errors import ConfigError, DataError
-from freewheel.rollout.engines import find_engine
-from freewheel.rollout.models import check_weights
+from freewheel.rollout.engines import check_weights, find_engine
 from freewheel.runtime.building import (
     Prompts,
     engine_settings,

@@ -102,7 +102,7 @@ class RankActor:
 
 
 def _follower(config: TrainConfig, plan: Plan, rank: int, meeting: Meeting) -> Follower:
-    from freewheel.rollout.models import load_causal_lm
+    from freewheel.rollout.engines import load_causal_lm
     from freewheel.runtime.building import backend_settings, model_folder, use_threads
     from freewheel.trainer.fsdp import FsdpBackend, join
 

@@ -28,7 +28,7 @@ from transformers import (
 from freewheel.rollout import engine as protocol
 from freewheel.rollout.engine import EngineError, GenerationAborted, GenerationTimeout, PromptRefused
 from freewheel.rollout.native.engine import NativeEngine
-from freewheel.rollout.native.support import UnsupportedModel
+from freewheel.rollout.native.runner import UnsupportedModel
 from freewheel.sync.weights import Weights, pack
 
 from .asking import ask, ask_all, assert_agrees, request_of, running, tiny, until
@@ -244,7 +244,7 @@ async def test_a_broken_thread_ends_every_wait() -> None:
     async with running(tiny("qwen2"), slots=2) as engine:
 
         def broken() -> None:
-            raise SystemExit("the thread is told to go")
+            raise SystemExit("the thread ends")
 
         engine._loop.turn = broken  # type: ignore[method-assign]
         with pytest.raises(EngineError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from freewheel.rollout.native.cache import NO_PAGE, PageTable
@@ -56,6 +56,7 @@ class Story:
 
 
 @given(slots=st.integers(1, 6), moves=st.lists(Move, max_size=60))
+@example(slots=1, moves=[("add", 1), ("admit", 0), ("drop", 0), ("add", 1), ("admit", 0)])  # a dropped slot is free
 def test_every_sample_enters_once_in_order_and_no_slot_is_used_twice(slots: int, moves: list[tuple[str, int]]) -> None:
     story = Story(slots)
     for kind, number in moves:

@@ -41,8 +41,10 @@ from freewheel.rollout.engine import (
     send,
 )
 from freewheel.rollout.engines import NativeFactory
-from freewheel.rollout.native.runner import Placing, Prefilled, Runner
-from freewheel.rollout.native.support import (
+from freewheel.rollout.native.runner import (
+    Placing,
+    Prefilled,
+    Runner,
     UnsupportedModel,
     check_agreement,
     check_supported,

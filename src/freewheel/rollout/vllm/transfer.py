@@ -1,4 +1,4 @@
-"""Brings weights into vLLM: what its workers are told about a version.
+"""Brings weights into vLLM: the information about a version that its workers get.
 
     Weights ───────▶ a private file in /dev/shm ──▶ infos: its path and layout ────────┐
     DeviceWeights ─▶ nothing moves ───────────────▶ infos: CUDA handles and layout ────┼▶ vLLM's update_weights, one by
@@ -48,8 +48,8 @@ def ship(weights: AnyWeights, *, replica: int = 0, workers: int = 1) -> Iterator
     thread, before the pause. `workers`: number of workers of this replica. Raises `WeightsGone`, also if the body fails
     because the trainer died."""
     if isinstance(weights, SentWeights):
-        with weights.sending(f"rollouter-{replica}", workers) as told:
-            yield [told]
+        with weights.sending(f"rollouter-{replica}", workers) as info:
+            yield [info]
         return
     if isinstance(weights, DeviceWeights):
         with weights.owner.watched():

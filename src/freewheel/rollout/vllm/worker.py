@@ -325,18 +325,22 @@ class GroupUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class GroupReceiving(Receiving):
-    """`freewheel_nccl`: buckets as the trainer broadcasts them, into one bucket's worth of memory after the other."""
+    """`freewheel_nccl`: buckets as the trainer broadcasts them. Each is loaded into the model before the next arrives:
+    there is no memory for a second one."""
 
     update_info_cls = GroupUpdate
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self._group: TorchGroup | None = None
+        self._key = 0
+        """The number of the version that is expected."""
 
     def receive_weights(self, update_info: GroupUpdate, load_weights: Callable[..., None] | None = None) -> None:
+        self._key = update_info.key
         try:
             with self._sound():
-                receive(self._joined(update_info), self._Into(self, update_info.key))
+                receive(self._joined(update_info), self)
         except BaseException:
             self.shutdown()  # the group's members no longer agree on the next broadcast
             raise
@@ -360,32 +364,27 @@ class GroupReceiving(Receiving):
             self._group.close()
             self._group = None
 
-    class _Into:
-        """Loads each bucket into the model before the next arrives: there is no memory for a second one."""
+    # -- as a `Receiver` ----------------------------------------------------------------------------------------------
 
-        def __init__(self, receiving: GroupReceiving, key: int) -> None:
-            self._receiving = receiving
-            self._key = key
+    def wants(self, header: Header) -> bool:
+        if header.version != self._key:
+            return False
+        self._begin()
+        return True
 
-        def wants(self, header: Header) -> bool:
-            if header.version != self._key:
-                return False
-            self._receiving._begin()
-            return True
+    def buffer(self, size: int) -> Tensor:
+        assert self._group is not None
+        return torch.empty(size, dtype=torch.uint8, device=self._group.device)
 
-        def buffer(self, size: int) -> Tensor:
-            assert self._receiving._group is not None
-            return torch.empty(size, dtype=torch.uint8, device=self._receiving._group.device)
+    def bucket(self, entries: Mapping[str, Entry], buffer: Tensor) -> None:
+        self._load([(name, entry.view(buffer)) for name, entry in entries.items()])
 
-        def bucket(self, entries: Mapping[str, Entry], buffer: Tensor) -> None:
-            self._receiving._load([(name, entry.view(buffer)) for name, entry in entries.items()])
+    def whole(self, header: Header) -> bool:
+        self._end_reload()
+        return True
 
-        def whole(self, header: Header) -> bool:
-            self._receiving._end_reload()
-            return True
-
-        def take(self, header: Header) -> None:
-            pass
+    def take(self, header: Header) -> None:
+        pass
 
 
 # -- what the worker holds --------------------------------------------------------------------------------------------
