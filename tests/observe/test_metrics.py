@@ -58,7 +58,7 @@ def test_every_metric_with_a_prefix_that_the_code_writes_is_described_and_the_re
         path.read_text() for path in (ROOT / "src/freewheel").glob("*/*.py") if path.parent.name != "observe"
     )
     written = set(re.findall(r'"((?:actor|critic|rollout|eval)/\w+)"', code))
-    both = set(re.findall(r'f"\{\w+\}(/\w+)"', code))  # the same name for actor and critic
+    both = set(re.findall(r'f"\{[\w\[\]]+\}(/\w+)"', code))  # the same name for actor and critic
     described = {name for name in describe() if "/" in name}
     assert written <= described
     assert {name for name in described - written if name[name.index("/") :] not in both} == set()
