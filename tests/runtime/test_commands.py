@@ -531,7 +531,7 @@ def test_truncated_weights_are_named_with_their_file(elsewhere: Path, runs: type
         file.truncate(20_000)
     said = "= 'model': model.safetensors in it is cut short or damaged"
     text = refused("eval", "model", "--task", "word_problems")
-    assert f"RUN_OR_MODEL {said}" in text and "fetch it anew" in text
+    assert f"RUN_OR_MODEL {said}" in text and "copy or fetch it again" in text
     assert f"model.path {said}" in refused("train", "model.path=model")
     assert not runs.given
 
