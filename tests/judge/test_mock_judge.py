@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import ssl
 import subprocess
@@ -326,7 +327,8 @@ async def test_a_child_process_ends_when_its_parent_is_killed() -> None:
         async with asyncio.timeout(PATIENCE_S):
             reader, writer = await asyncio.open_connection("127.0.0.1", int(parent.stdout.readline()))
             parent.kill()
-            assert await reader.read() == b"", "the connection ends with the judge"
+            with contextlib.suppress(ConnectionResetError):  # not accepted yet: the system resets it
+                assert await reader.read() == b"", "the connection ends with the judge"
             writer.close()
 
 
