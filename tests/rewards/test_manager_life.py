@@ -306,7 +306,7 @@ def test_an_engine_that_cannot_start_is_replaced_by_the_synchronous_path(
     if moment == "process":
         monkeypatch.setattr(transport.subprocess, "Popen", fail)
     else:
-        monkeypatch.setattr(transport.ProcessLink, "start", fail)
+        monkeypatch.setattr(transport.Link, "start", fail)
     manager = make_manager(five, use_async_io=True, judge={"placement": "process"})
     for number in range(2):
         data = batch_of(f"yes {number}")
@@ -335,8 +335,15 @@ async def test_a_dead_engine_is_replaced_inside_a_running_loop_too(
 async def test_broken_rows_are_judged_again_by_both_members(
     five: str, make_manager: MakeManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def break_first(requests: Any) -> Handle:
+        handle = Handle(0, requests, None, cancel=lambda _: None)
+        handle.put(0, Failed("engine", detail="it broke"))
+        handle.put(1, Scored(7.0))
+        handle.wake()
+        return handle
+
     manager = make_manager(five, use_async_io=True)
-    monkeypatch.setattr(Handle, "_complete", lambda self: [Failed("engine", detail="it broke"), Scored(7.0)])
+    monkeypatch.setattr(manager.async_openai_manager, "submit", break_first)
     verdicts = await manager._get_batched_openai_quality_rewards_async([JudgeRequest("yes a"), JudgeRequest("yes b")])
     assert [verdict.value for verdict in verdicts] == [5.0, 7.0]
     data = batch_of("yes a", "yes b")
