@@ -41,7 +41,9 @@ class RecordingQueue(MessageQueue):
 
     async def take(self, step: int, *, wait_s: float) -> Taken:
         self.events.append(("take", step))
-        return await super().take(step, wait_s=wait_s)
+        taken = await super().take(step, wait_s=wait_s)
+        self.events.append(("taken", step))
+        return taken
 
     async def commit(self, step: int, *, wait_s: float) -> int | None:
         self.events.append(("commit", step))

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from freewheel.data.group import PromptGroup
 from freewheel.errors import ConfigError
-from freewheel.trainer import options
 from freewheel.trainer.advantages import (
     STD_FLOOR,
     AdvantageInputs,
@@ -25,7 +25,7 @@ from freewheel.trainer.advantages import (
     whiten,
 )
 from freewheel.trainer.options import AlgorithmConfig
-from freewheel.utils.registry import Registry
+from freewheel.utils.registry import kept_in_memory
 
 from .groups import valued
 
@@ -156,13 +156,13 @@ def best_of_group(given: AdvantageInputs) -> list[np.ndarray]:
     return [np.where(group == np.nanmax(group), 1.0, -1.0) for group in given.rewards]
 
 
-def use(monkeypatch: pytest.MonkeyPatch, estimator: Any) -> AlgorithmConfig:
-    monkeypatch.setattr(options, "ADVANTAGES", Registry({"mine": estimator}))
-    return AlgorithmConfig(advantage="mine")
+def estimate_with(estimator: Any, *groups: PromptGroup) -> list[np.ndarray]:
+    with kept_in_memory({"mine": estimator}):
+        return estimate(groups, AlgorithmConfig(advantage="in_memory:mine"))
 
 
-def test_a_custom_estimator_gets_the_rewards_of_each_group_and_failed_ones_get_nothing(monkeypatch) -> None:
-    found = estimate([valued(0, 1, NAN, 3), valued(1, 2, 0)], use(monkeypatch, best_of_group))
+def test_a_custom_estimator_gets_the_rewards_of_each_group_and_failed_ones_get_nothing() -> None:
+    found = estimate_with(best_of_group, valued(0, 1, NAN, 3), valued(1, 2, 0))
     assert [one.tolist() for one in found] == [[-1, 0, 1], [1, -1]]
     assert [one.tolist() for one in inputs([1, NAN], [NAN]).scored] == [[True, False], [False]]
 
@@ -176,6 +176,7 @@ def test_a_custom_estimator_gets_the_rewards_of_each_group_and_failed_ones_get_n
         (lambda given: [group / 0.0 for group in given.rewards], "an advantage of group 0 is not finite"),
     ],
 )
-def test_an_estimator_with_a_wrong_result_is_refused(monkeypatch, estimator, problem) -> None:
-    with pytest.raises(ConfigError, match=f"algorithm.advantage = 'mine': {problem}"), np.errstate(divide="ignore"):
-        estimate([valued(0, 1, NAN, 3), valued(1, 2, 1)], use(monkeypatch, estimator))
+def test_an_estimator_with_a_wrong_result_is_refused(estimator, problem) -> None:
+    message = f"algorithm.advantage = 'in_memory:mine': {problem}"
+    with pytest.raises(ConfigError, match=message), np.errstate(divide="ignore"):
+        estimate_with(estimator, valued(0, 1, NAN, 3), valued(1, 2, 1))
