@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -223,20 +224,19 @@ def test_a_config_is_settings_a_file_or_an_object(drive: Drive, elsewhere: Path,
 
 
 def test_objects_in_settings_are_named_where_a_fresh_process_can_import_them(drive: Drive, elsewhere: Path):
-    (elsewhere / "my_rewards.py").write_text("def score(response, row):\n    return 1.0\n")
+    (elsewhere / "rewards_in_a_file.py").write_text("def score(response, row):\n    return 1.0\n")
     sys.path.append(str(elsewhere))
-    import my_rewards
-
+    module = importlib.import_module("rewards_in_a_file")
     from freewheel.trainer.trainer import FullyAsyncTrainer
 
     class Mine(FullyAsyncTrainer):
         pass
 
     try:
-        fw.train(reward=my_rewards.score, config={"trainer": {"trainer_class": Mine}}, show="off")
+        fw.train(reward=module.score, config={"trainer": {"trainer_class": Mine}}, show="off")
     finally:
-        del sys.modules["my_rewards"]
-    assert drive.config.reward.function == "my_rewards:score"
+        del sys.modules["rewards_in_a_file"]
+    assert drive.config.reward.function == "rewards_in_a_file:score"
     assert drive.config.trainer.trainer_class == "in_memory:Mine" and drive.found["in_memory:Mine"] is Mine
 
 
