@@ -11,7 +11,7 @@ import torch
 
 from freewheel.data import DataProto
 from freewheel.data.group import NO_VERSION, Prompt, PromptGroup, Response, Ticket
-from freewheel.data.padded import from_data_proto, prompts_to_data_proto, to_data_proto
+from freewheel.data.padded import from_data_proto, prompt_to_data_proto, to_data_proto
 from freewheel.errors import DataError
 from freewheel.judge.verdict import Failed, Scored
 from freewheel.rewards import LengthPenaltyRewardManager
@@ -116,14 +116,13 @@ def test_a_reward_manager_takes_the_batch():
     assert scores.sum(-1).tolist() == [1.0, 0.0]
 
 
-def test_prompts_are_repeated_for_a_generation_hook():
-    prompts = [prompt([5, 6], index=1), prompt([7], index=2)]
-    data = prompts_to_data_proto(prompts, 2, pad_token_id=PAD, ordinals=[30, 31])
-    assert column(data, "input_ids") == column(data, "prompts") == [[5, 6], [5, 6], [0, 7], [0, 7]]
-    assert column(data, "attention_mask") == [[1, 1], [1, 1], [0, 1], [0, 1]]
-    assert column(data, "position_ids") == [[0, 1], [0, 1], [0, 0], [0, 0]]
-    assert data.non_tensor_batch["uid"].tolist() == ["30", "30", "31", "31"]
-    assert data.meta_info == {"global_token_num": [2, 2, 1, 1]}
+def test_a_prompt_is_repeated_for_a_generation_hook():
+    data = prompt_to_data_proto(prompt([5, 6], index=1), 2, 30)
+    tokens = {"input_ids": [5, 6], "prompts": [5, 6], "attention_mask": [1, 1], "position_ids": [0, 1]}
+    assert {key: column(data, key) for key in tokens} == {key: [row] * 2 for key, row in tokens.items()}
+    assert data.non_tensor_batch["uid"].tolist() == ["30"] * 2 and data.non_tensor_batch["index"].tolist() == [1] * 2
+    data.non_tensor_batch["extra_info"][0]["seen"] = True
+    assert data.non_tensor_batch["extra_info"][1] == {} and data.meta_info == {"global_token_num": [2, 2]}
 
 
 def test_what_is_padded_comes_back_as_it_was():

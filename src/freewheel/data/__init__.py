@@ -3,8 +3,8 @@
     from freewheel.data import DataProto
 
     data = DataProto.from_dict({"responses": responses}, {"uid": uids}, {"temperature": 1.0})
-    for part in data.split(64):
-        ...
+    for row in data:
+        print(row.non_tensor_batch["uid"])
 
 Names that need torch are imported on first use and need `freewheel[train]`. The others import without torch.
 """
@@ -21,7 +21,7 @@ from freewheel.rewards.batch import RewardBatch
 
 if TYPE_CHECKING:
     from freewheel.data.data_proto import DataProto, DataProtoItem, object_array
-    from freewheel.data.padded import from_data_proto, prompts_to_data_proto, to_data_proto
+    from freewheel.data.padded import from_data_proto, prompt_to_data_proto, to_data_proto
 
 __all__ = [
     "DataError",
@@ -34,7 +34,7 @@ __all__ = [
     "RewardBatch",
     "from_data_proto",
     "object_array",
-    "prompts_to_data_proto",
+    "prompt_to_data_proto",
     "to_data_proto",
 ]
 
@@ -43,7 +43,7 @@ _HEAVY = {
     "DataProtoItem": "freewheel.data.data_proto",
     "from_data_proto": "freewheel.data.padded",
     "object_array": "freewheel.data.data_proto",
-    "prompts_to_data_proto": "freewheel.data.padded",
+    "prompt_to_data_proto": "freewheel.data.padded",
     "to_data_proto": "freewheel.data.padded",
 }
 """Names whose modules import torch, and their modules."""

@@ -1,7 +1,7 @@
 """Converts groups to a padded `DataProto` and back, for hooks and reward managers.
 
     PromptGroup … ──to_data_proto──▶ DataProto ─▶ reward manager, _compute_custom_metrics
-    Prompt … ──prompts_to_data_proto──▶ DataProto ─▶ _custom_generation_logic ─▶ DataProto ──from_data_proto──▶ Response
+    Prompt ──prompt_to_data_proto──▶ DataProto ─▶ _custom_generation_logic ─▶ DataProto ──from_data_proto──▶ Response
 
     prompts [P]  . . p p p   padded on the left,    responses [R]  r r h r . .   padded on the right; h is a hole:
                              so that both meet                                   seen by the model, not trained on
@@ -43,7 +43,12 @@ def to_data_proto(groups: Sequence[PromptGroup], *, pad_token_id: int) -> DataPr
     if not responses:
         raise DataError("groups = []: a batch needs at least one response")
     lengths = torch.tensor([len(response.tokens) for response in responses])
-    prompts = _left_padded([group.prompt for group in owners], pad_token_id)
+    width = max(len(group.prompt) for group in groups)
+    prompts = torch.full((len(responses), width), pad_token_id, dtype=torch.int64)
+    prompt_mask = torch.zeros_like(prompts)
+    for row, group in enumerate(owners):
+        prompts[row, width - len(group.prompt) :] = torch.from_numpy(np.array(group.prompt, np.int64))
+        prompt_mask[row, width - len(group.prompt) :] = 1
 
     def padded(name: str, fill: float, dtype: torch.dtype) -> torch.Tensor:
         column = torch.full((len(responses), int(lengths.max())), fill, dtype=dtype)
@@ -53,15 +58,15 @@ def to_data_proto(groups: Sequence[PromptGroup], *, pad_token_id: int) -> DataPr
 
     tokens = padded("tokens", pad_token_id, torch.int64)
     seen = (torch.arange(tokens.shape[1]) < lengths[:, None]).long()
-    attention = torch.cat([prompts["attention_mask"], seen], dim=1)
+    attention = torch.cat([prompt_mask, seen], dim=1)
     rewards = torch.tensor([response.reward for response in responses], dtype=torch.float32)
     scores = torch.zeros(tokens.shape, dtype=torch.float32)
     scores[torch.arange(len(lengths)), lengths - 1] = rewards.nan_to_num(nan=0.0)
     return DataProto.from_dict(
         {
-            "prompts": prompts["prompts"],
+            "prompts": prompts,
             "responses": tokens,
-            "input_ids": torch.cat([prompts["prompts"], tokens], dim=1),
+            "input_ids": torch.cat([prompts, tokens], dim=1),
             "attention_mask": attention,
             "position_ids": _positions(attention),
             "response_mask": padded("mask", 0, torch.int64),
@@ -79,20 +84,16 @@ def to_data_proto(groups: Sequence[PromptGroup], *, pad_token_id: int) -> DataPr
     )
 
 
-def prompts_to_data_proto(
-    prompts: Sequence[Prompt], n: int, *, pad_token_id: int, ordinals: Sequence[int]
-) -> DataProto:
-    """Return each prompt n times in a row, for a generation hook: `prompts`, `input_ids`, `attention_mask`,
-    `position_ids` [P], and the columns of the rows. `uid` is the ordinal as text."""
-    columns = _left_padded([prompt.tokens for prompt in prompts], pad_token_id)
-    tensors = {
-        **columns,
-        "input_ids": columns["prompts"].clone(),
-        "position_ids": _positions(columns["attention_mask"]),
-    }
-    repeated = DataProto.from_dict(tensors, _columns([prompt.row for prompt in prompts], ordinals)).repeat(n)
-    counts = [len(prompt.tokens) for prompt in prompts for _ in range(n)]
-    return DataProto(repeated.batch, repeated.non_tensor_batch, {TOKEN_COUNTS: counts})
+def prompt_to_data_proto(prompt: Prompt, n: int, ordinal: int) -> DataProto:
+    """Return a prompt n times, for a generation hook: `prompts`, `input_ids`, `attention_mask`, `position_ids` [P], and
+    the columns of its row. `uid` is the ordinal as text."""
+    tokens = torch.from_numpy(np.tile(np.asarray(prompt.tokens, np.int64), (n, 1)))
+    mask = torch.ones_like(tokens)
+    return DataProto.from_dict(
+        {"prompts": tokens, "input_ids": tokens.clone(), "attention_mask": mask, "position_ids": _positions(mask)},
+        _columns([prompt.row] * n, [ordinal] * n),
+        {TOKEN_COUNTS: [len(prompt.tokens)] * n},
+    )
 
 
 def from_data_proto(
@@ -177,16 +178,6 @@ def _columns(rows: Sequence[Mapping[str, Any]], ordinals: Sequence[int]) -> dict
     columns = {key: object_array(plain_copy(row.get(key, ROW_DEFAULTS.get(key))) for row in rows) for key in keys}
     columns["index"] = object_array(row.get("index", ordinal) for row, ordinal in zip(rows, ordinals, strict=True))
     return columns | {"uid": object_array(map(str, ordinals))}
-
-
-def _left_padded(prompts: Sequence[Array], pad_token_id: int) -> dict[str, torch.Tensor]:
-    width = max(map(len, prompts))
-    tokens = torch.full((len(prompts), width), pad_token_id, dtype=torch.int64)
-    mask = torch.zeros_like(tokens)
-    for row, prompt in enumerate(prompts):
-        tokens[row, width - len(prompt) :] = torch.from_numpy(np.array(prompt, np.int64))
-        mask[row, width - len(prompt) :] = 1
-    return {"prompts": tokens, "attention_mask": mask}
 
 
 def _positions(attention_mask: torch.Tensor) -> torch.Tensor:

@@ -72,15 +72,14 @@ async def generate_by_hook(
     sampling: Sampling,
     version: int,
     generation_timeout_s: float,
-    pad_token_id: int,
 ) -> AsyncGenerator[tuple[int, Response], None]:
     """Yield the responses of a user's `_custom_generation_logic`, which gets the prompt n times as a `DataProto`.
 
     `version`: assigned to tokens that the hook does not label.
     """
-    from freewheel.data.padded import from_data_proto, prompts_to_data_proto  # imports torch
+    from freewheel.data.padded import from_data_proto, prompt_to_data_proto  # imports torch
 
-    batch = prompts_to_data_proto([prompt], sampling.n, pad_token_id=pad_token_id, ordinals=[ticket.ordinal])
+    batch = prompt_to_data_proto(prompt, sampling.n, ticket.ordinal)
     limit = asyncio.timeout(HOOK_TIMEOUTS * generation_timeout_s)
     try:
         async with limit:

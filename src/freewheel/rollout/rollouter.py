@@ -69,7 +69,6 @@ class Rollouter:
         generation_timeout_s: float,
         interval_s: float,
         drop_zero_variance: bool = False,
-        pad_token_id: int = 0,
     ) -> None:
         self.name = name
         self.engine = engine
@@ -86,7 +85,6 @@ class Rollouter:
         self.generation_timeout_s = generation_timeout_s
         self._interval_s = interval_s
         self._drop_zero_variance = drop_zero_variance
-        self._pad_token_id = pad_token_id
         self._lookahead = Lookahead(capacity=capacity, n=sampling.n)
         self._generating = 0
         self._tasks: dict[asyncio.Task[None], Ticket] = {}
@@ -256,7 +254,6 @@ class Rollouter:
             sampling=self.sampling,
             version=self.engine.version,
             generation_timeout_s=timeout_s,
-            pad_token_id=self._pad_token_id,
         )
 
     def _score(self, scoring: GroupScoring, start_s: float, index: int, response: Response) -> None:

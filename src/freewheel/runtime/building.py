@@ -250,7 +250,6 @@ class RolloutSide:
             generation_timeout_s=config.async_training.generation_timeout,
             interval_s=config.async_training.batch_generation_interval,
             drop_zero_variance=config.algorithm.zero_variance == "drop",
-            pad_token_id=pad_token_id(self.tokenizer),
         )
 
     def _reward_stage(self) -> RewardStage:
