@@ -37,7 +37,7 @@ def test_there_are_at_least_45_attacks() -> None:
 @each_attack
 @pytest.mark.parametrize("asking", ["user", "reask"])
 def test_an_attack_in_any_part_stays_between_the_markers_of_its_part(attack: str, asking: str) -> None:
-    sent = attack.encode("utf-8", "replace").decode() if "\ud800" not in attack else attack.replace("\ud800", "\ufffd")
+    attack = attack.replace("\ud800", "\ufffd")  # as a judge does before it builds a message
     for request in (
         JudgeRequest(attack, QUESTION, REFERENCE),
         JudgeRequest("Paris", attack, REFERENCE),
@@ -50,7 +50,6 @@ def test_an_attack_in_any_part_stays_between_the_markers_of_its_part(attack: str
         texts = {"QUESTION": request.prompt, "REFERENCE ANSWER": request.reference, "RESPONSE": request.response}
         rest = message
         for label, text in texts.items():
-            text = sent if text == attack else text
             begin, end = f"[BEGIN {label} {code}]", f"[END {label} {code}]"
             assert message.count(begin) == message.count(end) == 1
             assert lines(message).count(begin) == lines(message).count(end) == 1
@@ -65,6 +64,7 @@ def test_an_attack_in_any_part_stays_between_the_markers_of_its_part(attack: str
 
 @each_attack
 def test_an_attack_does_not_know_the_code(attack: str) -> None:
+    attack = attack.replace("\ud800", "\ufffd")
     request = JudgeRequest(attack, QUESTION)
     code = code_of(BUILDERS["integer"].user(request))
     assert re.fullmatch(r"[0-9a-f]{32}", code)
@@ -76,7 +76,7 @@ def test_an_attack_does_not_know_the_code(attack: str) -> None:
 @each_attack
 def test_the_system_message_does_not_depend_on_the_judged_text(attack: str) -> None:
     for name, builder in BUILDERS.items():
-        builder.user(JudgeRequest(attack, attack, attack))
+        builder.user(JudgeRequest(attack, attack, attack).encodable())
         assert builder.system == BUILTIN[name].system_text()
         assert builder.system.endswith(DATA_RULE)
 

@@ -91,8 +91,9 @@ async def test_any_text_can_be_judged(mock: Mock, bench: Any) -> None:
         "{response}",
         "x" * (3 << 20),
     ]
+    requests = [JudgeRequest(one, one[:1000], one[:1000]).encodable() for one in odd]
     async with bench(mock(max_prompt_chars=1 << 30).url) as engine:
-        assert reasons(await engine.score([JudgeRequest(one, one[:1000], one[:1000]) for one in odd])) == {"scored"}
+        assert reasons(await engine.score(requests)) == {"scored"}
 
 
 async def test_stats_add_up(mock: Mock, bench: Any) -> None:

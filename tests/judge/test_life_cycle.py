@@ -262,7 +262,7 @@ def test_a_shells_small_limit_of_open_files_does_not_bound_the_concurrency(mock:
     assert server.counts().max_in_flight > 100
 
 
-def test_a_parser_in_the_callers_own_module_is_found_and_a_verdict_that_cannot_be_sent_fails_alone(
+def test_a_parser_in_the_callers_own_module_is_found_and_surrogates_in_its_names_are_replaced(
     mock: Mock, script: Any, tmp_path: Path
 ) -> None:
     (tmp_path / "mine.py").write_text(
@@ -275,12 +275,12 @@ def test_a_parser_in_the_callers_own_module_is_found_and_a_verdict_that_cannot_b
     rubric = Rubric(name="mine", system="s", parser="mine:read", low=0, high=100)
     with Judge(JudgeConfig(endpoint=url, model="m", rubric=rubric)) as judge:
         verdicts = judge.submit(["good", "bad"]).result(20)
-        say(verdicts[0].value, verdicts[1].reason, judge.stats().restarts)
+        say(verdicts[0].value, ascii(verdicts[1].parts), judge.stats().restarts)
     """,
         mock(scores={"good": "21", "bad": "1"}).url,
         "process",
     )
-    assert ends(process) == (0, "42.0 engine 0\n", "")
+    assert ends(process) == (0, "42.0 {'\\ufffd': 1.0} 0\n", "")
 
 
 def test_submits_interrupted_by_exceptions_from_signals_leave_a_judge_that_works(mock: Mock, script: Any) -> None:

@@ -95,7 +95,7 @@ def test_a_template_keeps_marker_lines_on_separate_lines() -> None:
 
 
 def test_a_lone_surrogate_is_replaced_and_the_message_can_be_encoded() -> None:
-    message = BUILDER.user(JudgeRequest("a\ud800b"))
+    message = BUILDER.user(JudgeRequest("a\ud800b").encodable())
     assert "a\ufffdb" in message
     message.encode()
 

@@ -98,15 +98,6 @@ def test_the_config_travels_whole_and_the_key_with_it() -> None:
     assert not got.config.api_key, "pickling left it out"
 
 
-def test_what_cannot_be_encoded_is_replaced_and_the_rest_of_the_message_arrives() -> None:
-    (got,) = received(ENGINE_DECODER, [pack(Submit(0, [0], [JudgeRequest("\ud800")], None))])
-    assert got.requests == [JudgeRequest("\ufffd")]
-    odd = Results([(0, 0, Scored(7.0)), (0, 1, Scored(7.0, parts={"\ud800": 1.0}))], 0.0)
-    (got,) = received(CALLER_DECODER, [pack(odd)])
-    (_, _, fine), (_, _, replaced) = got.items
-    assert fine == Scored(7.0) and replaced.reason == "engine" and "cannot be sent" in replaced.detail
-
-
 # -- Ctrl-C ----------------------------------------------------------------------------------------------------------
 
 

@@ -25,6 +25,7 @@ from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler
 
 from freewheel.gateway.limits import Limits, Problem
+from freewheel.judge.stats import Sample, exposition
 from freewheel.utils.http import server_log
 
 EVICT_IDLE_S = 5.0
@@ -34,7 +35,6 @@ LINGER_S = 5.0
 """
 GONE = 499
 """The status that proxies log for a client that closed its connection. No client sees it."""
-METRIC_PREFIX = "freewheel_gateway_"
 EVENTS_TYPE = "text/event-stream; charset=utf-8"
 
 Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
@@ -52,19 +52,14 @@ class Counts:
 
     def prometheus(self, **gauges: int) -> str:
         """Return Prometheus text; every name starts with `freewheel_gateway_`."""
-        requests = {f'{{route="{route}",status="{status}"}}': n for (route, status), n in self.requests.items()}
-        rejected = {f'{{limit="{limit}"}}': n for limit, n in self.rejected.items()}
-        families = [
-            ("requests_total", "counter", requests),
-            ("rejected_total", "counter", rejected),
-            ("connections_total", "counter", {"": self.connections}),
-            *((name, "gauge", {"": value}) for name, value in gauges.items()),
-        ]
-        lines: list[str] = []
-        for name, kind, values in families:
-            lines.append(f"# TYPE {METRIC_PREFIX}{name} {kind}")
-            lines += [f"{METRIC_PREFIX}{name}{labels} {value}" for labels, value in sorted(values.items())]
-        return "\n".join(lines) + "\n"
+        requests = sorted(self.requests.items())
+        families: dict[str, list[Sample]] = {
+            "requests_total": [({"route": route, "status": str(status)}, n) for (route, status), n in requests],
+            "rejected_total": [({"limit": limit}, n) for limit, n in sorted(self.rejected.items())],
+            "connections_total": [({}, self.connections)],
+            **{name: [({}, value)] for name, value in gauges.items()},
+        }
+        return exposition("freewheel_gateway_", families)
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ import msgspec
 from freewheel.errors import VALUE_CHARS, ConfigError
 from freewheel.judge.config import Secret
 from freewheel.judge.verdict import Failed, Reason
-from freewheel.utils.checks import check_number
+from freewheel.utils.checks import Count, NotNegative, Positive, check_fields
 from freewheel.utils.http import is_loopback
 
 # -- problems ---------------------------------------------------------------------------------------------------------
@@ -128,34 +128,28 @@ def _full(why: str) -> Problem:
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits that keep one broken or hostile client from blocking the others."""
 
-    max_body_bytes: int = 8 << 20
+    max_body_bytes: Count = 8 << 20
     """Largest request body, decompressed. A thousand responses of 8 KB fit into one."""
-    max_connections: int = 4096
+    max_connections: Count = 4096
     """Most connections. Beyond this the longest idle one is closed; if none is idle, the new one gets a 503."""
-    max_waiting: int = 32_768
+    max_waiting: Count = 32_768
     """Most open judgements of all clients together. Beyond this: 429."""
-    max_waiting_bytes: int = 512 << 20
+    max_waiting_bytes: Count = 512 << 20
     """Most bytes of their bodies, which bounds the gateway's memory."""
-    header_timeout_s: float = 10.0
+    header_timeout_s: Positive = 10.0
     """A new connection that has not sent its first headers by then is closed."""
-    body_timeout_s: float = 60.0
+    body_timeout_s: Positive = 60.0
     """A body that has not arrived by then: 408."""
-    write_timeout_s: float = 60.0
+    write_timeout_s: Positive = 60.0
     """A client that does not read its reply for this long is disconnected, because it may hold one of the judge's
     slots."""
-    keepalive_s: float = 300.0
+    keepalive_s: Positive = 300.0
     """Lifetime of idle connections: longer than the pause between two training steps."""
-    drain_s: float = 25.0
+    drain_s: NotNegative = 25.0
     """How long open requests may continue after SIGTERM: orchestrators kill after 30 s by default."""
 
     def __post_init__(self) -> None:
-        for key in ("max_body_bytes", "max_connections", "max_waiting", "max_waiting_bytes"):
-            value = getattr(self, key)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(key, value, "give a whole number of at least 1")
-        for key in ("header_timeout_s", "body_timeout_s", "write_timeout_s", "keepalive_s"):
-            check_number(key, getattr(self, key), above=0)
-        check_number("drain_s", self.drain_s, low=0)
+        check_fields(self)
         if self.max_waiting_bytes < self.max_body_bytes:
             raise ConfigError(
                 "max_waiting_bytes", self.max_waiting_bytes, f"not one body of max_body_bytes = {self.max_body_bytes}"

@@ -22,7 +22,7 @@ from freewheel.errors import ConfigError
 from freewheel.gateway.limits import Problem, bad_field, problem_of
 from freewheel.judge.judge import as_requests
 from freewheel.judge.request import JudgeRequest
-from freewheel.judge.verdict import Failed, Scored, Skipped, Usage, Verdict
+from freewheel.judge.verdict import Failed, Scored, Verdict, plain_verdict
 
 END_MARKS: Final = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<end_of_turn>", "<eos>", "</s>")
 """End-of-turn marks of templates. OpenRLHF decodes special tokens too; they are not part of the response."""
@@ -109,22 +109,7 @@ def _filled(one: Any) -> Any:
 
 
 def _entry(request: JudgeRequest, verdict: Verdict) -> dict[str, Any]:
-    entry: dict[str, Any] = {"status": verdict.status}
-    if request.id:
-        entry["id"] = request.id
-    match verdict:
-        case Scored():
-            entry |= {"value": verdict.value, "raw": verdict.raw, "cached": verdict.cached}
-            if verdict.parts:
-                entry["parts"] = verdict.parts
-        case Failed():
-            entry |= {"reason": verdict.reason, "detail": verdict.detail}
-        case Skipped():
-            entry["reason"] = verdict.reason
-            return entry
-    entry["attempts"] = verdict.attempts
-    entry["usage"] = {name: getattr(verdict.usage, name) for name in Usage.__struct_fields__}
-    return entry
+    return ({"id": request.id} if request.id else {}) | plain_verdict(verdict)
 
 
 # -- remote reward models ---------------------------------------------------------------------------------------------

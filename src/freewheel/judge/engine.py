@@ -30,7 +30,7 @@ from freewheel.judge.outcome import FINAL, HALTS, REASONS, WAITS, Failure, Kind,
 from freewheel.judge.pacing import backoff_s
 from freewheel.judge.parse import Unparseable
 from freewheel.judge.prompt import local_secret
-from freewheel.judge.request import JudgeRequest
+from freewheel.judge.request import JudgeRequest, without_surrogates
 from freewheel.judge.stats import JudgeStats
 from freewheel.judge.verdict import Failed, Reason, Scored, Skipped, Usage
 
@@ -502,7 +502,7 @@ class Engine:
     # -- verdicts out -------------------------------------------------------------------------------------------------
 
     def _fail(self, inflight: InFlightRequest, reason: Reason, detail: str) -> None:
-        self._settle(inflight, Failed(reason.value, inflight.calls, detail, inflight.usage))
+        self._settle(inflight, Failed(reason.value, inflight.calls, without_surrogates(detail), inflight.usage))
 
     def _settle(self, inflight: InFlightRequest, answer: Answer) -> None:
         """End the request: everyone who waits for it gets its verdict."""

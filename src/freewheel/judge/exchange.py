@@ -115,11 +115,7 @@ class RubricExchange:
         self._bodies = {model: BodyWriter(config, model, prompts) for model in models}
 
     def identify(self, request: Any) -> Identity:
-        try:
-            key = self._hash(request)
-        except UnicodeEncodeError:
-            request = request.encodable()
-            key = self._hash(request)
+        key = self._hash(request)
         content = sum(map(_utf8_bytes, (request.response, request.prompt, request.reference)))
         return Identity(key, self._static_size + content, keep_as=key)
 

@@ -56,11 +56,17 @@ def as_requests(requests: Requests) -> list[JudgeRequest]:
     """Check a batch and convert it to requests. A plain string is a response without a question."""
     if isinstance(requests, str | bytes | Mapping) or not isinstance(requests, Iterable):
         raise ConfigError("requests", requests, "give several: a list, even for one")
-    return [r if type(r) is JudgeRequest and _is_all_text(r) else _as_request(i, r) for i, r in enumerate(requests)]
+    return [r if type(r) is JudgeRequest and _is_plain(r) else _as_request(i, r) for i, r in enumerate(requests)]
 
 
-def _is_all_text(r: JudgeRequest) -> bool:
-    return type(r.response) is type(r.prompt) is type(r.reference) is type(r.id) is type(r.skip) is str
+def _is_plain(r: JudgeRequest) -> bool:
+    """Whether all fields are text that UTF-8 can carry. (Encoding is much faster than a search for surrogates.)"""
+    if not type(r.response) is type(r.prompt) is type(r.reference) is type(r.id) is type(r.skip) is str:
+        return False
+    try:
+        return "".join((r.response, r.prompt, r.reference, r.id, r.skip)).encode() is not None
+    except UnicodeEncodeError:
+        return False
 
 
 def _as_request(index: int, given: object) -> JudgeRequest:
@@ -80,9 +86,8 @@ def _as_request(index: int, given: object) -> JudgeRequest:
     if "response" not in given:
         raise ConfigError(f"{key}.response", None, "it is missing; give the text to judge")
     # str.__str__ makes plain text of a subclass such as numpy's: only plain text can be sent.
-    return JudgeRequest(
-        **{name: str(value) if isinstance(value, int) else str.__str__(value) for name, value in given.items()}
-    )
+    texts = {name: str(value) if isinstance(value, int) else str.__str__(value) for name, value in given.items()}
+    return JudgeRequest(**texts).encodable()
 
 
 def _deadline_at(deadline_s: float | None, config: JudgeConfig) -> float | None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from freewheel.errors import ConfigError
+from freewheel.judge.request import without_surrogates
 from freewheel.judge.rubric import PARSERS, Rubric, number_text
 from freewheel.judge.scores import Quotes, ScoreFinder, Unparseable, make_plain, shorten, split_thinking
 from freewheel.utils.registry import find_object
@@ -197,7 +198,7 @@ def _custom_reader(rubric: Rubric) -> Reader:
         try:
             result = function(reply)
             value, parts = result if isinstance(result, tuple) else (result, {})
-            named = {str(name): float(part) for name, part in dict(parts).items()}
+            named = {without_surrogates(str(name)): float(part) for name, part in dict(parts).items()}
             score = _checked(value, rubric, f"the result of {rubric.parser}")
         except Unparseable:
             raise

@@ -52,11 +52,7 @@ class PromptBuilder:
 
     def user(self, request: JudgeRequest) -> str:
         """The user message of a first ask."""
-        try:
-            code = self._code(request)
-        except UnicodeEncodeError:
-            request = request.encodable()
-            code = self._code(request)
+        code = self._code(request)
         close = code + MARKER_CLOSE
         pieces = [ANNOUNCE, code, ".\n\n"]
         for text, field in self._parts:

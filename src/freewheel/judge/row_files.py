@@ -24,7 +24,7 @@ from msgspec import UNSET, UnsetType
 from freewheel.errors import ConfigError
 from freewheel.judge.config import JudgeConfig
 from freewheel.judge.request import JudgeRequest
-from freewheel.judge.verdict import Failed, Scored, Skipped, Usage, Verdict
+from freewheel.judge.verdict import Verdict, plain_verdict
 
 READ_BYTES = 1 << 18
 """Large enough that a read costs nothing per line, small enough that its lines fit the window of a job."""
@@ -60,7 +60,7 @@ class Line(NamedTuple):
 
 
 def read_lines(fd: int, first: int = 1, *, max_bytes: int = MAX_LINE_BYTES) -> Iterator[list[Line]]:
-    """The lines from number `first` on, one list per read: lines of a slow pipe are returned at once.
+    """The lines from number `first` on, one list per read, which may be empty: a slow pipe never holds lines back.
 
     Memory is constant: a block and at most `max_bytes`.
     """
@@ -83,8 +83,7 @@ def read_lines(fd: int, first: int = 1, *, max_bytes: int = MAX_LINE_BYTES) -> I
             start, dropped = end, 0
         if dropped or len(rest) > max_bytes:  # of a line that is too long only the length counts
             dropped, rest = dropped + len(rest), b""
-        if number >= first and lines:
-            yield [line for line in lines if line.number >= first]
+        yield [line for line in lines if line.number >= first]
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------
@@ -130,18 +129,10 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, line: int, key: str, verdict: Verdict) -> Entry:
-        entry: dict[str, Any] = {"line": line, "status": verdict.status, "score": None, "key": key}
-        if isinstance(verdict, Scored):
-            entry |= {"score": verdict.value, "raw": verdict.raw, "cached": verdict.cached}
-            entry["parts"] = verdict.parts or UNSET
-        else:
-            entry["reason"] = verdict.reason
-        if not isinstance(verdict, Skipped):
-            usage = {name: getattr(verdict.usage, name) for name in Usage.__struct_fields__}
-            entry |= {"attempts": verdict.attempts, "usage": usage if any(usage.values()) else UNSET}
-        if isinstance(verdict, Failed):
-            entry["detail"] = verdict.detail or UNSET
-        return cls(**entry)
+        fields = plain_verdict(verdict)
+        is_empty = {"detail": not fields.get("detail"), "usage": not any(fields.get("usage", {}).values())}
+        fields = {name: value for name, value in fields.items() if not is_empty.get(name)}
+        return cls(line=line, key=key, score=fields.pop("value", None), **fields)
 
 
 class RowFormat:

@@ -1,7 +1,7 @@
 """`ScoringJob`: score a file of rows with a judge into a file of verdicts, in order and in constant memory.
 
-    feeder thread:  read_lines ─▶ RowFormat.read ─▶ Judge.submit ─▶ queue    waits for room in the window
-    main thread:    queue ─▶ verdicts ─▶ StopRule ─▶ Output, on_progress     waits for the oldest batch
+    read_lines ─▶ RowFormat.read ─▶ Judge.submit ─▶ open batches ─▶ verdicts ─▶ StopRule ─▶ Output, on_progress
+                                    (a window of rows and bytes)     (oldest first)
 
 Rows are written in the order of the input, so the last row of an output says where a later run continues. Answers
 beyond it are in the judge's cache and are not paid for again. There is no terminal here: progress and malformed lines
@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import stat
 import sys
-import threading
 import time
 from codecs import BOM_UTF8
 from collections import deque
@@ -230,7 +230,7 @@ class _Slot(NamedTuple):
 
 class _Batch(NamedTuple):
     slots: list[_Slot]
-    handle: Handle
+    requests: list[JudgeRequest]
     size: int
 
 
@@ -269,15 +269,16 @@ class ScoringJob:
         self._rule = StopRule(lambda: is_down(self._judge.stats()))
         self._started_at = self._reported_at = time.monotonic()
         self._stop_reason = ""
-        self._changed = threading.Condition()
-        """Guards the fields below, which both threads change."""
-        self._queue: deque[_Batch] = deque()
-        """Open batches, oldest first. The main thread removes one when its rows are written."""
-        self._open_rows = 0
-        self._open_bytes = 0
+        self._blocks = read_lines(self._source, max(1, self._output.last_line))
+        self._has_found_last = not self._output.last_line
+        self._unsent: deque[_Batch] = deque()
+        """Rows that are read and wait for room in the window."""
+        self._open: deque[tuple[_Batch, Handle]] = deque()
+        """Submitted batches, oldest first. Each is removed when its rows are written."""
         self._is_fed = False
-        self._has_ended = False
-        self._feed_error: BaseException | None = None
+        """The input has ended, or cannot be read any further."""
+        self._error: Exception | None = None
+        """Why it cannot be read. It is raised after the rows before it are written."""
 
     def __enter__(self) -> Self:
         return self
@@ -309,17 +310,13 @@ class ScoringJob:
 
     def run(self) -> Summary:
         """Run to the end of the input or a reason to stop. `ConfigError` if the output belongs to another input."""
-        threading.Thread(target=self._feed, name="freewheel-score-feeder", daemon=True).start()
         is_complete = False
         try:
-            stopped = self._drain()
-            if self._feed_error is not None:
-                raise self._feed_error
+            stopped = self._score()
+            if self._error is not None:
+                raise self._error
             is_complete = stopped is None
         finally:
-            with self._changed:
-                self._has_ended = True
-                self._changed.notify_all()
             try:
                 self._output.finish(is_complete=is_complete)
             finally:
@@ -334,48 +331,58 @@ class ScoringJob:
             stopped=stopped,
         )
 
-    # -- the feeder's thread ------------------------------------------------------------------------------------------
+    # -- rows in ------------------------------------------------------------------------------------------------------
 
-    def _feed(self) -> None:
+    def _feed(self) -> bool:
+        """Read a block and submit what the window has room for. Returns whether more can be read at once."""
         try:
-            self._read_all()
+            if not self._unsent and not self._is_fed:
+                if not select.select([self._source], [], [], 0 if self._open else TICK_S)[0]:
+                    return False  # a pipe that is silent
+                self._read_block()
+            while self._unsent and self._has_room(self._unsent[0]):
+                batch = self._unsent.popleft()
+                self._open.append((batch, self._judge.submit(batch.requests, deadline_s=None)))
         except (OSError, FreewheelError) as error:
-            self._feed_error = error
-        finally:
-            with self._changed:
-                self._is_fed = True
-                self._changed.notify_all()
+            self._error, self._is_fed = error, True
+            self._unsent.clear()
+        return not (self._unsent or self._is_fed)
 
-    def _read_all(self) -> None:
+    def _has_room(self, batch: _Batch) -> bool:
+        rows = sum(len(one.slots) for one, _ in self._open) + len(batch.slots)
+        size = sum(one.size for one, _ in self._open) + batch.size
+        return not self._open or (rows <= WINDOW_ROWS and size <= WINDOW_BYTES)
+
+    def _read_block(self) -> None:
+        """Read some lines and divide them into batches."""
         last, earlier = self._output.last_line, self._output.earlier
-        has_found_last = not last
-        for block in read_lines(self._source, max(1, last)):
-            slots: list[_Slot] = []
-            requests: list[JudgeRequest] = []
-            size = 0
-            for line in block:
-                if line.number == 1:
-                    line = line._replace(text=line.text.removeprefix(BOM_UTF8))
-                if line.number == last:
-                    if self._key_of(line) != self._output.last_key:
-                        raise self._other_input(line.number)
-                    self._bytes_done = line.end  # nothing is submitted yet, so the main thread does not touch it
-                    has_found_last = True
-                    continue
-                if not line.is_too_long and not line.text.strip():
-                    self._blank += 1
-                    continue
-                slots.append(self._make_slot(line, requests))
-                size += len(line.text)
-                if len(slots) == BATCH_ROWS or size >= BATCH_BYTES:
-                    if not self._submit(slots, requests, size):
-                        return
-                    slots, requests, size = [], [], 0
-            if slots and not self._submit(slots, requests, size):
-                return
-        if not has_found_last or (earlier is not None and next(earlier, None) is not None):
-            remedy = f"the input ends before the line of its last row; {REMEDY}"
-            raise ConfigError("output", self._output.name, remedy)
+        block = next(self._blocks, None)
+        if block is None:
+            self._is_fed = True
+            if not self._has_found_last or (earlier is not None and next(earlier, None) is not None):
+                remedy = f"the input ends before the line of its last row; {REMEDY}"
+                raise ConfigError("output", self._output.name, remedy)
+            return
+        batch = _Batch([], [], 0)
+        for line in block:
+            if line.number == 1:
+                line = line._replace(text=line.text.removeprefix(BOM_UTF8))
+            if line.number == last:
+                if self._key_of(line) != self._output.last_key:
+                    raise self._other_input(line.number)
+                self._bytes_done = line.end
+                self._has_found_last = True
+                continue
+            if not line.is_too_long and not line.text.strip():
+                self._blank += 1
+                continue
+            batch.slots.append(self._make_slot(line, batch.requests))
+            batch = batch._replace(size=batch.size + len(line.text))
+            if len(batch.slots) == BATCH_ROWS or batch.size >= BATCH_BYTES:
+                self._unsent.append(batch)
+                batch = _Batch([], [], 0)
+        if batch.slots:
+            self._unsent.append(batch)
 
     def _other_input(self, line: int) -> ConfigError:
         remedy = f"its row of line {line} belongs to another input, rubric or model than is given now; {REMEDY}"
@@ -408,27 +415,20 @@ class ScoringJob:
         requests.append(request)
         return _Slot(line, key)
 
-    def _submit(self, slots: list[_Slot], requests: list[JudgeRequest], size: int) -> bool:
-        """Submit a batch once the window has room. False: the job stops."""
-        with self._changed:
-            while not (self._has_ended or self._stop_reason):
-                has_room = self._open_rows + len(slots) <= WINDOW_ROWS and self._open_bytes + size <= WINDOW_BYTES
-                if has_room or not self._queue:
-                    self._queue.append(_Batch(slots, self._judge.submit(requests, deadline_s=None), size))
-                    self._open_rows += len(slots)
-                    self._open_bytes += size
-                    self._changed.notify_all()
-                    return True
-                self._changed.wait(TICK_S)
-        return False
+    # -- rows out -----------------------------------------------------------------------------------------------------
 
-    # -- the main thread ----------------------------------------------------------------------------------------------
-
-    def _drain(self) -> Stopped | None:
+    def _score(self) -> Stopped | None:
         held: list[_Slot] = []
-        while (batch := self._next_batch()) is not None:
+        while self._open or not (self._stop_reason or (self._is_fed and not self._unsent)):
+            may_read = not self._stop_reason and self._feed()
+            self._report()
+            if self._stop_reason:
+                self._cancel_all()
+            if not self._open or not self._open[0][1].wait(0 if may_read else TICK_S):
+                continue
+            batch, handle = self._open[0]
             ready: list[_Slot] = []
-            verdicts = iter(self._wait_for_verdicts(batch))
+            verdicts = iter(handle.result())
             ruling = Ruling.WRITE
             for slot in batch.slots:
                 if slot.entry is None:
@@ -448,34 +448,12 @@ class ScoringJob:
                 return problem
             if ruling is Ruling.STOP:
                 return self._stopped()
-            with self._changed:
-                self._queue.popleft()
-                self._open_rows -= len(batch.slots)
-                self._open_bytes -= batch.size
-                self._changed.notify_all()
-            self._report()
-        if self._feed_error is None and self._rule.end() is Ruling.STOP:
+            self._open.popleft()
+        if self._error is None and self._rule.end() is Ruling.STOP:
             return self._stopped()
         if (problem := self._write(held)) is not None:
             return problem
         return self._stopped() if self._stop_reason else None
-
-    def _next_batch(self) -> _Batch | None:
-        """The oldest batch. None at the end of the input, or if the job must stop."""
-        with self._changed:
-            while not self._queue:
-                if self._is_fed or self._stop_reason:
-                    return None
-                self._changed.wait(TICK_S)
-                self._report()
-            return self._queue[0]
-
-    def _wait_for_verdicts(self, batch: _Batch) -> list[Verdict]:
-        while not batch.handle.wait(TICK_S):
-            self._report()
-            if self._stop_reason:
-                self._cancel_all()
-        return batch.handle.result()
 
     def _write(self, ready: list[_Slot]) -> Stopped | None:
         if not ready:
@@ -499,17 +477,15 @@ class ScoringJob:
         return Stopped(reason=why.reason, detail=why.detail, next_line=self._next_line)
 
     def _cancel_all(self) -> None:
-        with self._changed:
-            for batch in self._queue:
-                batch.handle.cancel()
+        for _, handle in self._open:
+            handle.cancel()
 
     def _report(self) -> None:
         now = time.monotonic()
         if now - self._reported_at < PROGRESS_EVERY_S:
             return
         self._reported_at = now
-        with self._changed:
-            open_batches = [(batch.size, batch.handle.progress()) for batch in self._queue]
+        open_batches = [(batch.size, handle.progress()) for batch, handle in self._open]
         self._on_progress(
             Progress(
                 tally=self._tally,

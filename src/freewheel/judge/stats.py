@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping
 from enum import Enum
 
 import msgspec
+
+Sample = tuple[Mapping[str, str], float]
+"""Labels and value of one line of Prometheus text."""
 
 
 class State(Enum):
@@ -122,38 +125,40 @@ class JudgeStats(msgspec.Struct, kw_only=True):
 
     def prometheus(self) -> str:
         """Prometheus text exposition, every name under `freewheel_judge_`."""
-        return "\n".join(self._prometheus_lines()) + "\n"
-
-    def _prometheus_lines(self) -> Iterator[str]:
-        prefix = "freewheel_judge_"
-
-        def family(name: str, kind: str, samples: list[tuple[dict[str, str], float]]) -> Iterator[str]:
-            yield f"# TYPE {prefix}{name} {kind}"
-            for labels, value in samples:
-                inside = ",".join(f'{key}="{_escape(text)}"' for key, text in labels.items())
-                yield f"{prefix}{name}{{{inside}}} {value:.15g}" if inside else f"{prefix}{name} {value:.15g}"
-
-        for name in ("submitted", "scored", "relayed", "skipped", "shared", "retries", "reasks", "restarts"):
-            yield from family(f"{name}_total", "counter", [({}, getattr(self, name))])
-        yield from family("failed_total", "counter", [({"reason": r}, n) for r, n in sorted(self.failed.items())])
-        tiers = [({"tier": "memory"}, self.cache_hits_memory), ({"tier": "disk"}, self.cache_hits_disk)]
-        yield from family("cache_hits_total", "counter", [(labels, float(n)) for labels, n in tiers])
-        yield from family("queued", "gauge", [({}, self.queued)])
-        yield from family("loop_lag_seconds", "gauge", [({}, self.loop_lag_s)])
         each = [({"endpoint": e.url, "model": e.model}, e) for e in self.endpoints]
-        for name in ("sent", "answered", "throttled", "prompt_tokens", "completion_tokens", "cost"):
-            yield from family(f"{name}_total", "counter", [(labels, getattr(e, name)) for labels, e in each])
-        for name in ("in_flight", "limit"):
-            yield from family(name, "gauge", [(labels, getattr(e, name)) for labels, e in each])
-        yield from family("endpoint_up", "gauge", [(labels, float(e.up)) for labels, e in each])
-        faults = [({**labels, "kind": kind}, float(n)) for labels, e in each for kind, n in sorted(e.faults.items())]
-        yield from family("faults_total", "counter", faults)
-        quantiles = [
-            ({**labels, "quantile": q}, value)
-            for labels, e in each
-            for q, value in (("0.5", e.latency_p50_s), ("0.9", e.latency_p90_s), ("0.99", e.latency_p99_s))
+        totals = ("submitted", "scored", "relayed", "skipped", "shared", "retries", "reasks", "restarts")
+        per_endpoint = ("sent", "answered", "throttled", "prompt_tokens", "completion_tokens", "cost")
+        tiers = {"memory": self.cache_hits_memory, "disk": self.cache_hits_disk}
+        quantiles = {"0.5": "latency_p50_s", "0.9": "latency_p90_s", "0.99": "latency_p99_s"}
+        faults: list[Sample] = [
+            ({**labels, "kind": kind}, n) for labels, e in each for kind, n in sorted(e.faults.items())
         ]
-        yield from family("latency_seconds", "gauge", quantiles)
+        families: dict[str, list[Sample]] = {
+            **{f"{name}_total": [({}, getattr(self, name))] for name in totals},
+            "failed_total": [({"reason": reason}, n) for reason, n in sorted(self.failed.items())],
+            "cache_hits_total": [({"tier": tier}, n) for tier, n in tiers.items()],
+            "queued": [({}, self.queued)],
+            "loop_lag_seconds": [({}, self.loop_lag_s)],
+            **{f"{name}_total": [(labels, getattr(e, name)) for labels, e in each] for name in per_endpoint},
+            **{name: [(labels, getattr(e, name)) for labels, e in each] for name in ("in_flight", "limit")},
+            "endpoint_up": [(labels, e.up) for labels, e in each],
+            "faults_total": faults,
+            "latency_seconds": [
+                ({**labels, "quantile": q}, getattr(e, name)) for labels, e in each for q, name in quantiles.items()
+            ],
+        }
+        return exposition("freewheel_judge_", families)
+
+
+def exposition(prefix: str, families: Mapping[str, Iterable[Sample]]) -> str:
+    """Prometheus text. A family whose name ends in `_total` is a counter, any other a gauge."""
+    lines: list[str] = []
+    for name, samples in families.items():
+        lines.append(f"# TYPE {prefix}{name} {'counter' if name.endswith('_total') else 'gauge'}")
+        for labels, value in samples:
+            inside = ",".join(f'{key}="{_escape(text)}"' for key, text in labels.items())
+            lines.append(f"{prefix}{name}{f'{{{inside}}}' if inside else ''} {value:.15g}")
+    return "\n".join(lines) + "\n"
 
 
 def _escape(text: str) -> str:

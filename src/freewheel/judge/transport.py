@@ -31,7 +31,7 @@ import msgspec
 from freewheel.judge.config import JudgeConfig, Secret
 from freewheel.judge.request import JudgeRequest
 from freewheel.judge.stats import JudgeStats
-from freewheel.judge.verdict import Failed, Reason, Verdict
+from freewheel.judge.verdict import Verdict
 from freewheel.utils.waiting import wait_for_event, wait_in_slices
 
 if TYPE_CHECKING:
@@ -123,32 +123,14 @@ def _decode_secret(kind: type, value: Any) -> Any:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_secret)
-_NOT_ENCODABLE = (OverflowError, TypeError, ValueError, msgspec.MsgspecError)
 ENGINE_DECODER = msgspec.msgpack.Decoder(ToEngine, dec_hook=_decode_secret)
 CALLER_DECODER = msgspec.msgpack.Decoder(ToCaller)
 
 
 def pack(message: ToEngine | ToCaller) -> bytes:
-    """Encode a message as one frame. What cannot be encoded is replaced, so that the rest of the message arrives."""
-    try:
-        body = _encoder.encode(message)
-    except _NOT_ENCODABLE:
-        if isinstance(message, Submit):  # lone surrogates
-            message.requests = [JudgeRequest.encodable(request) for request in message.requests]
-        elif isinstance(message, Results):  # a rubric's own parser may return anything
-            message.items = [_encodable(item) for item in message.items]
-        else:
-            raise
-        body = _encoder.encode(message)
+    """Encode a message as one frame. Callers replace lone surrogates, which no frame can hold, before."""
+    body = _encoder.encode(message)
     return LENGTH.pack(len(body)) + body
-
-
-def _encodable(item: tuple[int, int, Verdict]) -> tuple[int, int, Verdict]:
-    try:
-        _encoder.encode(item)
-    except _NOT_ENCODABLE as error:
-        return item[0], item[1], Failed(Reason.ENGINE.value, 0, f"the verdict cannot be sent: {error!r}"[:200])
-    return item
 
 
 class Pipe(asyncio.Protocol):

@@ -6,7 +6,7 @@ The judge, rules and reward functions all give a `Verdict`. A failure has no num
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -123,3 +123,19 @@ class Skipped(msgspec.Struct, frozen=True, tag="skipped", omit_defaults=True):
 
 
 Verdict = Scored | Failed | Skipped
+
+_SHOWN = {
+    Scored: ("value", "raw", "cached", "parts", "attempts", "usage"),
+    Failed: ("reason", "detail", "attempts", "usage"),
+    Skipped: ("reason",),
+}
+
+
+def plain_verdict(verdict: Verdict) -> dict[str, Any]:
+    """The status and the fields that files and replies show, as plain values. `parts` only if there are any."""
+    fields = {name: getattr(verdict, name) for name in _SHOWN[type(verdict)]}
+    if not fields.get("parts", True):
+        del fields["parts"]
+    if "usage" in fields:
+        fields["usage"] = msgspec.structs.asdict(fields["usage"])
+    return {"status": verdict.status, **fields}

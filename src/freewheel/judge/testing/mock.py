@@ -25,7 +25,6 @@ import sys
 import threading
 import time
 import urllib.request
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -331,8 +330,8 @@ def _read(body: bytes) -> Ask | None:
 # -- its places -------------------------------------------------------------------------------------------------------
 
 
-class RunningJudge(ABC):
-    """A mock judge that is up, wherever it runs."""
+class RunningJudge:
+    """A mock judge that is up, wherever it runs. This class itself reads one in another process over HTTP."""
 
     def __init__(self, profile: JudgeProfile, host: str, port: int, *, scheme: str = "http") -> None:
         self.profile = profile
@@ -367,9 +366,14 @@ class RunningJudge(ABC):
         self._ask("POST", "/__reset", b"" if profile is None else msgspec.json.encode(profile))
         self.profile = profile or self.profile
 
-    @abstractmethod
     def _ask(self, method: str, path: str, body: bytes = b"") -> bytes:
         """Return the server's reply at a path that is not chat completions."""
+        request = urllib.request.Request(f"http://{self.host}:{self.port}{path}", data=body or None, method=method)
+        # The proxies of the environment are not for loopback.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(request, timeout=_CALL_TIMEOUT_S) as reply:
+            read: bytes = reply.read()
+        return read
 
 
 class MockJudge(RunningJudge):
@@ -443,7 +447,7 @@ class MockJudge(RunningJudge):
                 url = child.stdout.readline().decode().strip()
                 if not url:
                     raise JudgeError("the mock judge's process ended before it was ready; its stderr says why")
-                yield _RemoteJudge(self.profile, self.host, urlsplit(url).port or 0)
+                yield RunningJudge(self.profile, self.host, urlsplit(url).port or 0)
             finally:
                 child.kill()  # it keeps nothing
 
@@ -461,18 +465,6 @@ class MockJudge(RunningJudge):
             reply = asyncio.run_coroutine_threadsafe(ask(), self._loop).result(_CALL_TIMEOUT_S)
         assert isinstance(reply.body, bytes)
         return reply.body
-
-
-class _RemoteJudge(RunningJudge):
-    """A mock judge in another process, read over HTTP."""
-
-    def _ask(self, method: str, path: str, body: bytes = b"") -> bytes:
-        request = urllib.request.Request(f"http://{self.host}:{self.port}{path}", data=body or None, method=method)
-        # The proxies of the environment are not for loopback.
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(request, timeout=_CALL_TIMEOUT_S) as reply:
-            read: bytes = reply.read()
-        return read
 
 
 def _run_child() -> None:
