@@ -59,7 +59,7 @@ async def engine(server: FakeServer) -> AsyncIterator[VllmEngine]:
 
 
 def engine_over(server: FakeServer, **settings: Any) -> VllmEngine:
-    found = Server(str(server.server.make_url("/")).rstrip("/"), "a model", 64)
+    found = Server(str(server.server.make_url("/")).rstrip("/"), "a model")
     limits = {"slots": 4, "max_prompt_tokens": 8, "max_new_tokens": 16, "vocabulary": VOCABULARY}
     return VllmEngine(partial(RemoteLlm, found), ship=in_two, **limits, **settings)
 

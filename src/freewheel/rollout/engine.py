@@ -145,15 +145,13 @@ Event = tuple[int, Response] | EngineError
 class InFlightRequest:
     """A request whose caller waits for responses. Its methods run in the event loop."""
 
-    __slots__ = ("_inbox", "loop", "missing", "over", "request")
+    __slots__ = ("_inbox", "loop", "missing", "request")
 
     def __init__(self, request: GenerationRequest) -> None:
         self.request = request
         self.loop = asyncio.get_running_loop()
         self.missing = len(request.samples)
         """Responses that the caller has not got."""
-        self.over = False
-        """The caller no longer waits."""
         self._inbox: asyncio.Queue[Event] = asyncio.Queue()
 
     def put(self, event: Event) -> None:
@@ -211,7 +209,6 @@ class RequestTracker:
             while entry.missing:
                 yield await entry.get()
         finally:
-            entry.over = True
             del self._requests[request.id]
             if self._timer is not None and not self._requests:
                 self._timer.cancel()

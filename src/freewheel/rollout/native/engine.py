@@ -235,8 +235,7 @@ class DecodeLoop:
     # -- commands -----------------------------------------------------------------------------------------------------
 
     def add(self, entry: InFlightRequest) -> None:
-        if not entry.over:
-            self._scheduler.add(entry, len(entry.request.samples))
+        self._scheduler.add(entry, len(entry.request.samples))
 
     def stop(self) -> None:
         self.stopped = True

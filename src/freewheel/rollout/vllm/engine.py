@@ -28,8 +28,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, asynccontextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, AsyncExitStack
 from functools import partial
 from typing import Any
 
@@ -75,7 +74,6 @@ Ship = Callable[[AnyWeights], AbstractContextManager[list[dict[str, Any]]]]
 MOST_FAILED_UPDATES = 2
 """Consecutive failed updates of an engine with mixed weights: the second update may repair the first, and there is no
 third."""
-DEATH = "vLLM's engine core has died"
 CONTENT_SUM = "freewheel_content_sum"
 """The worker's method that returns the checksum of its weights."""
 FINISHES: dict[str | None, Finish] = {"stop": "stop", "length": "length"}
@@ -232,8 +230,7 @@ class VllmEngine:
         except EngineError as error:
             entry.put(error)
         except Exception as error:  # noqa: BLE001  # whatever vLLM raises, the caller must get it
-            died = self._llm.is_death(error)
-            entry.put(EngineDied(DEATH) if died else EngineError(f"vLLM failed: {type(error).__name__}: {error}"))
+            entry.put(EngineError(f"vLLM failed: {type(error).__name__}: {error}"))
         finally:
             if name in self._live:
                 self._forget(name, self._llm.tokens().get(name, 0))
@@ -293,7 +290,13 @@ class VllmEngine:
             return whole_sum(await self._llm.everywhere(CONTENT_SUM)) if verify else None
 
     async def _replace(self, version: int, weights: AnyWeights) -> None:
-        async with self._prepare(weights) as buckets:
+        def aside(what: Callable[..., Any], *args: Any) -> Awaitable[Any]:
+            return asyncio.get_running_loop().run_in_executor(self._aside, what, *args)
+
+        async with AsyncExitStack() as stack:
+            shipment = self._ship(weights)
+            buckets = await aside(shipment.__enter__)  # copies while generation continues
+            stack.push_async_exit(lambda *error: aside(shipment.__exit__, *error))
             self._free.clear()
             try:
                 await self._pause()
@@ -341,23 +344,6 @@ class VllmEngine:
         self._loads += 1
         self._initial = None
 
-    @asynccontextmanager
-    async def _prepare(self, weights: AnyWeights) -> AsyncIterator[list[dict[str, Any]]]:
-        """Run `ship` in a thread, because it copies while generation continues."""
-
-        def aside(what: Callable[..., Any], *args: Any) -> Awaitable[Any]:
-            return asyncio.get_running_loop().run_in_executor(self._aside, what, *args)
-
-        context = self._ship(weights)
-        buckets = await aside(context.__enter__)
-        try:
-            yield buckets
-        except BaseException as error:
-            if not await aside(context.__exit__, type(error), error, error.__traceback__):
-                raise
-        else:
-            await aside(context.__exit__, None, None, None)
-
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def _run_task(self, work: Any) -> asyncio.Future[Any]:
@@ -380,7 +366,7 @@ class VllmEngine:
             raise EngineError("the engine is closed")
 
     def _core_died(self) -> None:
-        self._end(EngineDied(DEATH))
+        self._end(EngineDied(api.DEATH))
 
     def _end(self, reason: EngineError) -> EngineError:
         """End all waits. The first reason stays."""
@@ -415,32 +401,34 @@ class VllmFactory(EngineFactory):
             api.require()
 
     def check(self, settings: EngineSettings) -> None:
+        model_config, _ = load_model_config(settings.model_path, trust_remote_code=settings.trust_remote_code)
         urls = settings.options.urls
         if urls is None:
-            api.engine_config(_check(settings).arguments, settings.options.vllm)
-        for replica in range(len(urls or ())):
-            _check(replace(settings, replica=replica))
+            api.engine_config(_check_arguments(settings, model_config), settings.options.vllm)
+        for url in urls or ():
+            _check_server(settings, model_config, url)
 
     def load(self, settings: EngineSettings) -> LoadedEngine:
-        checked, path = _check(settings), settings.model_path
+        options, path = settings.options, settings.model_path
+        model_config, generation_config = load_model_config(path, trust_remote_code=settings.trust_remote_code)
         connect: Callable[..., Any]
-        if checked.server is None:
+        if options.urls is None:
+            arguments = _check_arguments(settings, model_config)
             log.info("vLLM loads and compiles %s now; it is silent until that is done, a minute or more", path)
-            llm = api.start(checked.arguments, settings.options.vllm)
-            connect = partial(api.Llm, llm, seeded=settings.device == "cpu")
+            connect = partial(api.Llm, api.start(arguments, options.vllm), seeded=settings.device == "cpu")
         else:
-            connect = partial(RemoteLlm, checked.server)
+            connect = partial(RemoteLlm, _check_server(settings, model_config, options.urls[settings.replica]))
         engine = VllmEngine(
             connect,
-            ship=partial(ship, replica=settings.replica, workers=_workers(settings.options)),
+            ship=partial(ship, replica=settings.replica, workers=_workers(options)),
             slots=settings.slots,
-            max_prompt_tokens=checked.longest,
+            max_prompt_tokens=settings.prompt_limit(model_config),
             max_new_tokens=settings.max_new_tokens,
-            vocabulary=int(checked.model_config.get_text_config(decoder=True).vocab_size),
+            vocabulary=int(model_config.get_text_config(decoder=True).vocab_size),
             version=settings.version,
-            initial=None if checked.server is None else partial(_read_weights, settings),
+            initial=None if options.urls is None else partial(_read_weights, settings),
         )
-        return LoadedEngine(engine=engine, generation_config=checked.generation_config)
+        return LoadedEngine(engine=engine, generation_config=generation_config)
 
     # -- for the plan -------------------------------------------------------------------------------------------------
 
@@ -584,52 +572,27 @@ def _workers(options: RolloutOptions) -> int:
 # -- checks and loading -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Checked:
-    """The checked ingredients of an engine."""
-
-    model_config: Any
-    generation_config: Any
-    longest: int
-    """Tokens of the longest prompt."""
-    arguments: dict[str, Any]
-    """For vLLM's own engine. Empty if there is a server."""
-    server: Server | None
-
-
-def _check(settings: EngineSettings) -> _Checked:
-    """Raise what vLLM or the server would refuse, as far as that is known without loading the model."""
-    options, path = settings.options, settings.model_path
-    if options.urls is None:
-        api.require()
-        set_environment(settings.device)
-        api.check_device(settings.device)
-        api.check_sampling("rollout", temperature=options.temperature, top_p=options.top_p, top_k=options.top_k)
-        api.check_sampling("eval", temperature=settings.eval_temperature)
-    model_config, generation_config = load_model_config(path, trust_remote_code=settings.trust_remote_code)
-    longest = settings.prompt_limit(model_config)
-    max_model_len = longest + settings.max_new_tokens
-    arguments: dict[str, Any] = {}
-    server = None
-    if options.urls is None:
-        api.check_attention(settings.device, path, model_config)
-        arguments = engine_arguments(
-            settings,
-            model_config,
-            max_model_len=max_model_len,
-            known=api.argument_names(),
-            parameters=count_parameters(path, model_config, trust_remote_code=settings.trust_remote_code),
-            gpu_bytes=api.gpu_bytes() if settings.device == "cuda" else 0,
-        )
-    else:
-        server = find_server(options.urls[settings.replica], max_model_len, settings.dtype)
-    return _Checked(
-        model_config=model_config,
-        generation_config=generation_config,
-        longest=longest,
-        arguments=arguments,
-        server=server,
+def _check_arguments(settings: EngineSettings, model_config: Any) -> dict[str, Any]:
+    """Return the arguments of vLLM's own engine. Raises what vLLM would refuse, if that is known without the model."""
+    options = settings.options
+    api.require()
+    set_environment(settings.device)
+    api.check_device(settings.device)
+    api.check_sampling("rollout", temperature=options.temperature, top_p=options.top_p, top_k=options.top_k)
+    api.check_sampling("eval", temperature=settings.eval_temperature)
+    api.check_attention(settings.device, settings.model_path, model_config)
+    return engine_arguments(
+        settings,
+        model_config,
+        max_model_len=settings.prompt_limit(model_config) + settings.max_new_tokens,
+        known=api.argument_names(),
+        parameters=count_parameters(settings.model_path, model_config, trust_remote_code=settings.trust_remote_code),
+        gpu_bytes=api.gpu_bytes() if settings.device == "cuda" else 0,
     )
+
+
+def _check_server(settings: EngineSettings, model_config: Any, url: str) -> Server:
+    return find_server(url, settings.prompt_limit(model_config) + settings.max_new_tokens, settings.dtype)
 
 
 def _read_weights(settings: EngineSettings) -> Weights:

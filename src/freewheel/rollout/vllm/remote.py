@@ -49,7 +49,6 @@ class Server:
     url: str
     model: str
     """The model's name on the server."""
-    max_model_len: int
 
 
 def find_server(url: str, max_model_len: int, dtype: str) -> Server:
@@ -60,12 +59,9 @@ def find_server(url: str, max_model_len: int, dtype: str) -> Server:
     if status != 200:
         raise ConfigError(KEY, url, f"there is no vLLM server ({answer}): start one, or correct the address")
     served = answer["data"][0]
-    server = Server(url, served["id"], int(served["max_model_len"]))
-    if server.max_model_len < max_model_len:
-        remedy = (
-            f"it takes {server.max_model_len} tokens, and {max_model_len} are needed: start it with --max-model-len"
-        )
-        raise ConfigError(KEY, url, f"{remedy} {max_model_len}")
+    if int(served["max_model_len"]) < max_model_len:
+        remedy = f"it takes {served['max_model_len']} tokens, and {max_model_len} are needed: start it with"
+        raise ConfigError(KEY, url, f"{remedy} --max-model-len {max_model_len}")
     if _ask(f"{url}/is_paused")[0] != 200:
         raise ConfigError(KEY, url, f"it cannot be given new weights: {START}")
     status, answer = _ask(f"{url}/collective_rpc", {"method": DTYPE})
@@ -75,7 +71,7 @@ def find_server(url: str, max_model_len: int, dtype: str) -> Server:
     if served_as != dtype:
         remedy = f"start it with --dtype {dtype}, or give model.dtype={served_as}"
         raise ConfigError(KEY, url, f"it serves {served_as}, and the run has {dtype}: {remedy}")
-    return server
+    return Server(url, served["id"])
 
 
 def _ask(url: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
@@ -214,10 +210,6 @@ class RemoteLlm:
             self.is_dead = True
             self._on_death()
         return EngineDied(f"the vLLM server {self._server.url} cannot be reached: {error}")
-
-    @staticmethod
-    def is_death(error: BaseException) -> bool:
-        return isinstance(error, EngineDied)
 
     async def shutdown(self) -> None:
         """End our requests. The server continues."""

@@ -15,14 +15,13 @@ vLLM imports this module in each of its worker processes, because it is its `wor
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from vllm.distributed.weight_transfer.base import (
@@ -273,7 +272,8 @@ class FileReceiving(Receiving):
     def buffer_of(self, update: Update) -> Tensor:
         if self._mapped is None or self._mapped[0] != update.path:
             self._mapped = None
-            self._mapped = (update.path, _map(update.path))
+            size = Path(update.path).stat().st_size
+            self._mapped = (update.path, torch.from_file(update.path, size=size, dtype=torch.uint8))
         return self._mapped[1]
 
     def _end_reload(self) -> None:
@@ -282,19 +282,6 @@ class FileReceiving(Receiving):
 
     def shutdown(self) -> None:
         self._mapped = None
-
-
-def _map(path: str) -> Tensor:
-    import warnings
-
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        pages = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
-    finally:
-        os.close(descriptor)
-    with warnings.catch_warnings():  # nobody writes to them
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return torch.from_numpy(np.frombuffer(pages, np.uint8))
 
 
 class HandleReceiving(Receiving, IPCWeightTransferEngine):  # type: ignore[misc]
