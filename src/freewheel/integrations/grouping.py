@@ -1,8 +1,4 @@
-"""For trainers that pass rows one by one: batches for the judge, and groups for the rewards.
-
-    score(request) ─┐
-    score(request) ─┼─▶ RequestBatcher: GATHER_S ─▶ Judge.submit([…]) ─▶ each verdict to its caller as it arrives
-    score(request) ─┘
+"""Groups for trainers that pass rows one by one.
 
     join(uid, row) ──▶ GroupCollector: open group ──▶ as many rows as expected ───────────▶ Closed(whole)
                             │──▶ as many as a group may have, and quiet for settle_s ─────▶ Closed(whole)     due()
@@ -11,94 +7,23 @@
     join(uid, row) after LATE_S ──▶ the uid is used again: a new group, which is given up after settle_s already
 
 A length penalty needs its group's median, and a failed row needs its group's mean, so a row is answered with its group.
-`freewheel.integrations.verl` uses both classes. This module does not import verl.
+`freewheel.integrations.verl` uses it. This module does not import verl.
 """
 
 from __future__ import annotations
 
-import asyncio
-import functools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from freewheel.judge import Judge
-from freewheel.judge.request import JudgeRequest
-from freewheel.judge.verdict import JudgeClosed, Verdict
-
 T = TypeVar("T")
 
-GATHER_S = 0.005
-"""How long the first request of a batch waits for others: short compared with a judge's seconds, and long enough for a
-loop's backlog."""
 LATE_S = 10.0
 """How long a group that was answered accepts more rows. verl fills a batch with copies of its first rows, so a group
 may have a few too many. They come with their batch, and verl drops them. Rows that come later use the uid again, as the
 next validation does with a dataset's own uids; no whole validation ends within these seconds."""
-
-
-# -- batches for the judge --------------------------------------------------------------------------------------------
-
-
-_Waiter = tuple[JudgeRequest, "asyncio.Future[Verdict]"]
-
-
-class RequestBatcher:
-    """Scores single requests, and sends requests that come together as one batch. Belongs to one event loop."""
-
-    def __init__(self, judge: Judge, gather_s: float = GATHER_S) -> None:
-        self._judge = judge
-        self._gather_s = gather_s
-        self._waiting: list[_Waiter] = []
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def score(self, request: JudgeRequest) -> Verdict:
-        """Return the verdict on one request. Cancelling a caller does not affect the others of its batch.
-
-        Raises what `submit` or the batch's handle raised, and `JudgeClosed` if sending was cancelled.
-        """
-        answer: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
-        self._waiting.append((request, answer))
-        if len(self._waiting) == 1:
-            task = asyncio.ensure_future(self._send(self._waiting))
-            self._tasks.add(task)  # a loop holds its tasks weakly
-            task.add_done_callback(functools.partial(self._end, self._waiting))
-        return await answer
-
-    async def _send(self, batch: list[_Waiter]) -> None:
-        await asyncio.sleep(self._gather_s)
-        self._waiting = []  # requests that come from now on belong to the next batch
-        waiting = [(request, answer) for request, answer in batch if not answer.done()]
-        if not waiting:
-            return
-        requests = [request for request, _ in waiting]
-        if self._judge.running:
-            handle = self._judge.submit(requests)  # not in the loop's threads: slow rules may occupy all of them
-        else:
-            # The first submit starts the engine's process, which would block the loop for a moment.
-            handle = await asyncio.to_thread(self._judge.submit, requests)
-        try:
-            async for index, verdict in handle.as_completed():
-                answer = waiting[index][1]
-                if not answer.done():
-                    answer.set_result(verdict)
-        finally:
-            handle.cancel()
-
-    def _end(self, batch: list[_Waiter], task: asyncio.Task[None]) -> None:
-        """However the batch ended, even before it was sent: no caller may wait for it any longer."""
-        self._tasks.discard(task)
-        if self._waiting is batch:
-            self._waiting = []
-        error = None if task.cancelled() else task.exception()
-        for _, answer in batch:
-            if not answer.done():
-                answer.set_exception(error or JudgeClosed("the judging was cancelled"))
-
-
-# -- groups for the rewards -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

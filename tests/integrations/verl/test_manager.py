@@ -272,27 +272,6 @@ def test_an_async_compute_score_is_awaited(run: Run) -> None:
     assert row_scores(run([Answer(RIGHT, "a")], compute_score=functools.partial(score), n=1)) == [1.2]
 
 
-async def test_rows_that_come_together_are_one_batch_for_the_judge(
-    tokenizer: PreTrainedTokenizerFast, tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from freewheel.judge import Judge
-
-    sizes: list[int] = []
-    submit = Judge.submit
-
-    def counted(self: Judge, requests: Any, **more: Any) -> Any:
-        sizes.append(len(requests))
-        return submit(self, requests, **more)
-
-    monkeypatch.setattr(Judge, "submit", counted)
-    batch = rollouts(tokenizer, [Answer(f"x{row} #### 4", f"u{row // 4}") for row in range(64)])
-    with MockJudge().in_process() as mock:
-        manager = FreewheelRewardManager(verl_config(tokenizer_path, *ours(mock.url)), tokenizer, None)
-        await asyncio.gather(*(manager.run_single(batch[row : row + 1]) for row in range(len(batch))))
-        manager.scorer.close()
-    assert sum(sizes) == 64 and len(sizes) < 32
-
-
 # -- settings ---------------------------------------------------------------------------------------------------------
 
 

@@ -1,7 +1,7 @@
 """Judges rows and rewards each row with its group: `GroupScorer` in a reward worker, or one per run in a Ray actor.
 
-    Row ─▶ RequestBatcher ─▶ Judge ─▶ Verdict ─▶ GroupCollector ─▶ group ─▶ combine ─▶ each row's reward
-           waits 5 ms for others                 waits for the rows of its uid, or the deadline
+    Row ─▶ Judge ─▶ Verdict ─▶ GroupCollector ─▶ group ─▶ combine ─▶ each row's reward
+                               waits for the rows of its uid, or the deadline
 
     reward worker 0 ──reward(row)──▶ ┌──────────────────────────┐
                                      │ GroupScorerActor:        │
@@ -34,7 +34,7 @@ from ray.util.scheduling_strategies import (  # type: ignore[import-not-found,un
 )
 
 from freewheel.errors import FreewheelError
-from freewheel.integrations.grouping import Closed, GroupCollector, RequestBatcher
+from freewheel.integrations.grouping import Closed, GroupCollector
 from freewheel.integrations.verl.rows import Row, results
 from freewheel.integrations.verl.settings import Settings
 from freewheel.judge import Judge
@@ -99,7 +99,6 @@ class GroupScorer:
         self.config = settings.length_penalty_config
         self._without_penalty = dataclasses.replace(self.config, enable=False, num_async_workers=None)
         self.judge = Judge(self.config.judge_config()) if self.config.judges else None
-        self._batcher = RequestBatcher(self.judge) if self.judge is not None else None
         if settings.wants_judge and self.judge is None:
             _warn_without_key(self.config)
         self._collector: GroupCollector[_Judged] = GroupCollector(
@@ -134,10 +133,12 @@ class GroupScorer:
     async def _verdict(self, row: Row) -> Verdict:
         if row.failure:
             return Failed(RULE_FAILED.reason if row.rule is None else Reason.ENGINE.value, 0, row.failure)
-        if row.request is None or self._batcher is None:
+        if row.request is None or self.judge is None:
             return JUDGE_OFF
         try:
-            verdict = await self._batcher.score(row.request)
+            if not self.judge.running:
+                await asyncio.to_thread(self.judge.start)  # it starts a process, which would block the loop
+            [verdict] = await self.judge.score([row.request])
         except (FreewheelError, OSError) as error:  # the engine could not be started, or was closed
             verdict = Failed(Reason.ENGINE.value, 0, str(error))
         if isinstance(verdict, Failed):
@@ -167,7 +168,7 @@ class GroupScorer:
             rules, accuracy = means.fill([row.rule for row in rows], fresh=closed.unanswered)
             config = self.config if closed.whole else self._without_penalty
             rewards = combine([row.sample for row in rows], rules, verdicts, config)
-            found = results(rows, verdicts, rewards, accuracy, whole=closed.whole)[-closed.unanswered :]
+            found = results(rows, rewards, accuracy, whole=closed.whole)[-closed.unanswered :]
         except Exception as error:  # noqa: BLE001  # each row's caller raises it, RewardFailed of on_failure among them
             for answer in waiting:
                 answer.set_exception(error)

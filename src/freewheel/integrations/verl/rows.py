@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from freewheel.judge.request import JudgeRequest
-from freewheel.judge.verdict import Failed, Scored, Verdict
+from freewheel.judge.verdict import Scored
 from freewheel.rewards.manager import LengthPenaltyRewardManager
-from freewheel.rewards.scoring import Rewards, Sample, reason_of, rule_value
+from freewheel.rewards.scoring import Rewards, Sample
 
 
 @dataclass(frozen=True)
@@ -95,38 +95,18 @@ def plain(value: Any) -> float | int | str | None:
     return json.dumps(value, default=str)
 
 
-def results(
-    rows: Sequence[Row], verdicts: Sequence[Verdict], rewards: Rewards, accuracy: Sequence[float], *, whole: bool
-) -> list[dict[str, Any]]:
+def results(rows: Sequence[Row], rewards: Rewards, accuracy: Sequence[float], *, whole: bool) -> list[dict[str, Any]]:
     """Return verl's result for each row of a group: always the same keys, with plain, finite values.
 
     A failed row's `openai_quality_reward` and `raw_reward` are the means of its group's scored rows, like its reward:
     verl averages these keys and may filter by them, and cannot handle NaN or None.
     """
-    quality = _filled(rewards.quality, otherwise=0.0)
-    raw = _filled(rewards.raw, otherwise=[rule_value(rule) for rule in rewards.rules])
-    found = []
-    for index, (row, verdict) in enumerate(zip(rows, verdicts, strict=True)):
-        info: dict[str, Any] = {
-            "acc": float(accuracy[index]),
-            "original_score": rule_value(rewards.rules[index]),
-            "openai_quality_reward": float(quality[index]),
-            "length_penalty": float(rewards.penalty[index]),
-            "response_length": int(rewards.lengths[index]),
-            "median_length": float(rewards.medians[index]),
-            "raw_reward": float(raw[index]),
-            "reward_mask": int(not isinstance(verdict, Failed)),
-            "judge_status": verdict.status,
-            "judge_reason": reason_of(verdict),
-            "group_complete": int(whole),
-        }
-        found.append({"reward_score": float(rewards.reward[index]), "reward_extra_info": {**row.extra, **info}})
-    return found
-
-
-def _filled(values: Any, *, otherwise: Any) -> Any:
-    known = np.isfinite(values)
-    return np.where(known, values, values[known].mean() if known.any() else otherwise)
+    given = rewards.extra_info() | {"acc": list(accuracy), "group_complete": [int(whole)] * len(rows)}
+    columns = fill_columns(given, groups=[None] * len(rows))
+    return [
+        {"reward_score": reward, "reward_extra_info": {**row.extra, **dict(zip(columns, values, strict=True))}}
+        for row, reward, values in zip(rows, rewards.reward.tolist(), zip(*columns.values(), strict=True), strict=True)
+    ]
 
 
 # -- verl up to 0.6 ---------------------------------------------------------------------------------------------------
@@ -164,9 +144,7 @@ def fill_columns(columns: Mapping[str, Sequence[Any]], groups: Sequence[Hashable
                 known[group].append(float(value))
         every = [value for some in known.values() for value in some]
         mean = statistics.fmean(every) if every and key != "openai_quality_reward" else 0.0
-        otherwise = (
-            filled["original_score"] if key == "raw_reward" and "original_score" in filled else [mean] * len(found)
-        )
+        otherwise = filled["original_score"] if key == "raw_reward" else [mean] * len(found)
         filled[key] = [
             value if value is not None else statistics.fmean(known[group]) if known[group] else otherwise[row]
             for row, (group, value) in enumerate(zip(groups, found, strict=True))
