@@ -72,10 +72,6 @@ class GroupCollector(Generic[T]):
         self._open: dict[Hashable, _Open[T]] = {}
         self._past: OrderedDict[Hashable, _Past[T]] = OrderedDict()
 
-    def __len__(self) -> int:
-        """Return the number of waiting rows."""
-        return sum(len(group.rows) for group in self._open.values())
-
     def join(self, key: Hashable, row: T, sizes: Sequence[int]) -> Closed[T] | None:
         """Add a row. `sizes`: how many rows its group may have; several if the caller cannot know which."""
         now = self._clock()

@@ -16,7 +16,6 @@ import json
 import logging
 import pickle
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.context import get_spawning_popen
@@ -30,7 +29,16 @@ from freewheel.judge.config import KEYLESS, Secret
 from freewheel.judge.verdict import Failed, Reason, Scored, Skipped, Verdict
 from freewheel.rewards.config import LengthPenaltyConfig, OnFailure, as_config
 from freewheel.rewards.rules import rule_for, rule_score
-from freewheel.rewards.scoring import ComputeScore, Rewards, Sample, apply_rules, combine, judge_requests, rule_value
+from freewheel.rewards.scoring import (
+    ComputeScore,
+    Rewards,
+    Sample,
+    apply_rules,
+    combine,
+    describe_failures,
+    judge_requests,
+    rule_value,
+)
 
 log = logging.getLogger("freewheel.rewards")
 
@@ -308,16 +316,9 @@ class JudgeReward:
             key = MISCONFIGURED[first.reason]
             value = self.config.model_name if key == "model_name" else self.config.key
             raise ConfigError(key, value, f"the judge at {self.config.api_endpoint} refuses it: {first.detail}")
-        reasons = Counter(one.reason for one in failed).most_common()
-        log.log(
-            logging.ERROR if any(one.reason in MISCONFIGURED for one in failed) else logging.WARNING,
-            "%s: %d of %d judgements failed (%s), the first with: %s",
-            self.__name__,
-            len(failed),
-            len(verdicts),
-            ", ".join(f"{reason} {count}" for reason, count in reasons),
-            first.detail,
-        )
+        is_permanent = any(one.reason in MISCONFIGURED for one in failed)
+        level = logging.ERROR if is_permanent else logging.WARNING
+        log.log(level, "%s: %s", self.__name__, describe_failures(failed, len(verdicts)))
 
     def _unknown(self, samples: Sequence[Sample], verdicts: Sequence[Verdict], ruled: Sequence[bool]) -> list[bool]:
         """Return which rows have no reward: without a ground truth for the rule, or failed and without `on_failure`."""

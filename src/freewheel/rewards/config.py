@@ -157,13 +157,14 @@ class LengthPenaltyConfig:
 
     @property
     def lacks_key(self) -> str:
-        """A message if an endpoint is named but there is no key: what is off, and the remedy. Empty otherwise."""
-        if self.judges or self.enable_openai_reward is False or not self.names_endpoint:
+        """A message if a judge is wanted but off: what it lacks, and the remedy. Empty otherwise."""
+        wanted = self.names_endpoint if self.enable_openai_reward is None else self.enable_openai_reward
+        if self.judges or not wanted:
             return ""
-        return (
-            f"No API key: the judge at {self.api_endpoint} is off, and rewards are rule score and length penalty only. "
-            f"Set {self.key_variable}"
-        )
+        lack, remedy = f"API key: the judge at {self.api_endpoint}", "Set"
+        if not self.names_endpoint:
+            lack, remedy = "api_endpoint: the judge", "Name it, and set"
+        return f"No {lack} is off, and rewards are rule score and length penalty only. {remedy} {self.key_variable}"
 
     @property
     def penalty(self) -> dict[str, float]:

@@ -40,6 +40,7 @@ from freewheel.rewards.scoring import (
     Sample,
     apply_rules,
     combine,
+    describe_failures,
     judge_requests,
     rule_value,
 )
@@ -399,12 +400,9 @@ def _replace_rows(verdicts: list[Verdict], rows: Sequence[int], replacements: Se
 
 def _log_completed(verdicts: Sequence[Verdict], took_s: float) -> None:
     failed = [verdict for verdict in verdicts if isinstance(verdict, Failed)]
-    counts = Counter(verdict.reason for verdict in failed)
-    if timed_out := counts.pop(Reason.DEADLINE.value, 0):
+    others = [verdict for verdict in failed if verdict.reason != Reason.DEADLINE]
+    if timed_out := len(failed) - len(others):
         log.warning("OpenAI API evaluation timeout, using fallback: %d of %d failed", timed_out, len(verdicts))
-    if counts:
-        first = next(verdict for verdict in failed if verdict.reason in counts)
-        reasons = ", ".join(f"{reason} {count}" for reason, count in counts.items())
-        total = sum(counts.values())
-        log.warning("%d of %d judgements failed (%s), the first with: %s", total, len(verdicts), reasons, first.detail)
+    if others:
+        log.warning("%s", describe_failures(others, len(verdicts)))
     log.info("Completed in %.2fs, avg %.2fs per response", took_s, took_s / max(1, len(verdicts)))

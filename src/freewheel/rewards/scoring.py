@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +24,7 @@ from freewheel.errors import ConfigError
 from freewheel.judge.request import JudgeRequest
 from freewheel.judge.verdict import Failed, JudgeError, Scored, Skipped, Verdict
 from freewheel.rewards.config import LengthPenaltyConfig
-from freewheel.rewards.length import Floats, Ints, group_index, median_penalty
+from freewheel.rewards.length import group_index, median_penalty
 
 log = logging.getLogger("freewheel.rewards")
 
@@ -104,6 +105,12 @@ def reason_of(verdict: Verdict) -> str:
     return "" if isinstance(verdict, Scored) else verdict.reason
 
 
+def describe_failures(failed: Sequence[Failed], total: int) -> str:
+    """Return how many of `total` judgements failed, why, and what the first one reported."""
+    reasons = ", ".join(f"{reason} {count}" for reason, count in Counter(one.reason for one in failed).most_common())
+    return f"{len(failed)} of {total} judgements failed ({reasons}), the first with: {failed[0].detail}"
+
+
 # -- rules ------------------------------------------------------------------------------------------------------------
 
 
@@ -113,7 +120,13 @@ def apply_rules(compute_score: ComputeScore, samples: Sequence[Sample]) -> list[
     errors: list[Exception] = []
     for row, sample in enumerate(samples):
         try:
-            scores.append(_apply_rule(compute_score, sample))
+            found = compute_score(
+                data_source=sample.data_source,
+                solution_str=sample.response,
+                ground_truth=sample.ground_truth,
+                extra_info=sample.extra_info,
+            )
+            scores.append(as_scored(found))
         except Exception as error:  # a user's function may raise anything
             scores.append(RULE_FAILED)
             if not errors:
@@ -122,16 +135,6 @@ def apply_rules(compute_score: ComputeScore, samples: Sequence[Sample]) -> list[
     if errors and len(errors) == len(samples):
         raise errors[0]
     return scores
-
-
-def _apply_rule(compute_score: ComputeScore, sample: Sample) -> Scored:
-    found = compute_score(
-        data_source=sample.data_source,
-        solution_str=sample.response,
-        ground_truth=sample.ground_truth,
-        extra_info=sample.extra_info,
-    )
-    return as_scored(found)
 
 
 def as_scored(found: Any) -> Scored:
@@ -221,22 +224,14 @@ def combine(
         )
     rule = np.array([rule_value(one) for one in rules], dtype=np.float64)
     batch_mean = rewards.reward[valid].mean() if valid.any() else 0.0  # for a row that has not even a rule score
-    if policy.kind == "group_mean":
+    if policy.kind == "group_mean":  # over which the row has no advantage
         groups = group_index([sample.group for sample in samples])
-        filled = _group_means(rewards.reward, groups, otherwise=np.where(np.isnan(rule), batch_mean, rule))
+        counts = np.bincount(groups[valid], minlength=len(groups))[groups]
+        sums = np.bincount(groups[valid], weights=rewards.reward[valid], minlength=len(groups))[groups]
+        otherwise = np.where(np.isnan(rule), batch_mean, rule)
+        filled = np.where(counts > 0, sums / np.maximum(counts, 1), otherwise)
     elif policy.kind == "fallback":
         filled = np.full(len(rule), policy.value)
     else:
         filled = np.where(np.isnan(rule), batch_mean, rule - rewards.penalty)
     return dataclasses.replace(rewards, reward=np.where(valid, rewards.reward, filled))
-
-
-def _group_means(rewards: Floats, groups: Ints, otherwise: Floats) -> Floats:
-    """Return for each row the mean of its group, over which it has no advantage. NaN does not count.
-
-    If the whole group is NaN, the row takes its value of `otherwise`.
-    """
-    valid = ~np.isnan(rewards)
-    counts = np.bincount(groups[valid], minlength=len(rewards))
-    sums = np.bincount(groups[valid], weights=rewards[valid], minlength=len(rewards))
-    return np.where(counts[groups] > 0, (sums / np.maximum(counts, 1))[groups], otherwise)

@@ -220,24 +220,28 @@ def test_a_judge_that_cannot_be_started_fails_its_rows_and_not_the_run(
     assert "no more processes" in caplog.text
 
 
-def test_a_judge_without_a_key_is_said(run: Run, caplog: pytest.LogCaptureFixture) -> None:
-    rows = run([Answer(RIGHT, "a") for _ in range(4)], "reward.reward_kwargs.length_penalty_config.api_key=null")
-    assert column(rows, "judge_status") == ["skipped"] * 4
-    assert "there is no key for it" in caplog.text
+CONFIG = "reward.reward_kwargs.length_penalty_config"
 
 
-def test_a_judge_that_is_asked_for_without_endpoint_and_key_is_said_once(
-    run: Run, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("overrides", "start"),
+    [
+        ([f"{CONFIG}.api_key=null"], "No API key: the judge at http://127.0.0.1:"),
+        (
+            [f"~{CONFIG}.api_endpoint", f"~{CONFIG}.api_key", f"+{CONFIG}.enable_openai_reward=true"],
+            "No api_endpoint: the judge is off",
+        ),
+    ],
+)
+def test_a_judge_that_lacks_key_or_endpoint_is_off_and_the_log_names_the_remedy_once(
+    run: Run, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, overrides: list[str], start: str
 ) -> None:
-    monkeypatch.setenv("OPENAI_API_KEY", "EMPTY")  # no key goes to an endpoint that nobody named
-    plain = "reward.reward_kwargs.length_penalty_config"
-    overrides = [f"~{plain}.{key}" for key in ("api_endpoint", "api_key")] + [f"+{plain}.enable_openai_reward=true"]
+    if "No api_endpoint" in start:
+        monkeypatch.setenv("OPENAI_API_KEY", "EMPTY")  # no key goes to an endpoint that nobody named
     rows = run([Answer(RIGHT, "a") for _ in range(4)], *overrides)
     assert column(rows, "judge_status") == ["skipped"] * 4
-    assert [record.getMessage() for record in caplog.records if "nothing is judged" in record.getMessage()] == [
-        "a judge is asked for, but no api_endpoint is named: nothing is judged. Name it. Set OPENAI_API_KEY where Ray "
-        "is started, on every node (EMPTY for a server without keys)"
-    ]
+    [message] = [one.getMessage() for one in caplog.records if "the judge" in one.getMessage()]
+    assert message.startswith(start) and message.endswith("on every node (EMPTY for a server without keys)")
 
 
 def test_a_uid_that_comes_again_is_a_new_group(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

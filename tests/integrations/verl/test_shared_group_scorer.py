@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from typing import Any
 
 import pytest
@@ -76,36 +75,6 @@ async def test_what_on_failure_raises_reaches_the_rows_caller(ray_session: None)
     failed = [row(number, "u", rule=None, failure="it broke") for number in range(2)]
     with pytest.raises(RewardFailed, match="it broke"):
         await asyncio.gather(*map(scorer.reward, failed))
-
-
-async def test_a_row_that_cannot_be_sent_fails_alone_and_meets_its_group(
-    ray_session: None, caplog: pytest.LogCaptureFixture
-) -> None:
-    scorer = SharedGroupScorer(settings("pickles"))
-    await asyncio.gather(*(scorer.reward(row(number, "first")) for number in range(2)))  # the actor is there
-    bad = {"rule": Scored(5.0, parts={"acc": 0.5, "lock": threading.Lock()}), "extra": {"match": threading.Lock()}}
-    rows = [row(0, "u"), row(1, "u", **bad), row(0, "v"), row(1, "v")]
-    with caplog.at_level(logging.ERROR):
-        answers = await asyncio.wait_for(asyncio.gather(*map(scorer.reward, rows)), 30)
-    assert [answer["reward_extra_info"]["judge_status"] for answer in answers] == [
-        "skipped",
-        "failed",
-        "skipped",
-        "skipped",
-    ]
-    assert [answer["reward_score"] for answer in answers] == [1.0] * 4, "the group's mean, and not its own 5"
-    assert answers[1]["reward_extra_info"]["acc"] == 0.5 and answers[1]["reward_extra_info"]["match"] is None
-    assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["sending to the reward actor"]
-
-
-async def test_a_row_that_cannot_be_sent_at_all_is_lost_by_itself(ray_session: None) -> None:
-    scorer = SharedGroupScorer(settings("never"))
-    await asyncio.gather(*(scorer.reward(row(number, "first")) for number in range(2)))
-    bad = Row("bad", Sample("", 10, "u", extra_info={"lock": threading.Lock()}), (2,), Scored(1.0), None)
-    good = asyncio.gather(*(scorer.reward(row(number, "v")) for number in range(2)))
-    with pytest.raises(ScorerLost):
-        await asyncio.wait_for(scorer.reward(bad), 30)
-    assert len(await asyncio.wait_for(good, 30)) == 2
 
 
 async def test_a_row_whose_reply_was_lost_is_sent_again_and_counts_once(

@@ -11,8 +11,7 @@
 verl gives each row to a random worker, so only the actor sees whole groups; and one judge per worker would mean one
 limit per worker. With `reward.num_workers=1` there is no actor.
 
-If the actor dies, the next caller makes another one, and every row without an answer is sent again. A row that cannot
-be sent is sent as a failed row.
+If the actor dies, the next caller makes another one, and every row without an answer is sent again.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ from freewheel.integrations.verl.rows import Row, results
 from freewheel.integrations.verl.settings import Settings
 from freewheel.judge import Judge
 from freewheel.judge.verdict import Failed, Reason, Scored, Verdict
-from freewheel.rewards.config import LengthPenaltyConfig
 from freewheel.rewards.scoring import JUDGE_OFF, RULE_FAILED, combine
 
 log = logging.getLogger("freewheel.integrations.verl")
@@ -100,7 +98,9 @@ class GroupScorer:
         self._without_penalty = dataclasses.replace(self.config, enable=False, num_async_workers=None)
         self.judge = Judge(self.config.judge_config()) if self.config.judges else None
         if settings.wants_judge and self.judge is None:
-            _warn_without_key(self.config)
+            log.warning(
+                "%s where Ray is started, on every node (EMPTY for a server without keys)", self.config.lacks_key
+            )
         self._collector: GroupCollector[_Judged] = GroupCollector(
             deadline_s=settings.group_deadline_s, settle_s=settings.settle_s, clock=clock
         )
@@ -122,7 +122,7 @@ class GroupScorer:
     async def _reward(self, row: Row) -> dict[str, Any]:
         verdict = await self._verdict(row)
         # Only numbers matter from here on: a group that waits, or is remembered, holds no text.
-        kept = dataclasses.replace(row, request=None, sample=dataclasses.replace(row.sample, response=""))
+        kept = dataclasses.replace(row, request=None)
         judged = _Judged(kept, verdict, asyncio.get_running_loop().create_future())
         closed = self._collector.join(row.sample.group, judged, row.sizes)
         if closed is not None:
@@ -193,15 +193,6 @@ class GroupScorer:
                 closed.expected,
                 self._collector.deadline_s,
             )
-
-
-def _warn_without_key(config: LengthPenaltyConfig) -> None:
-    remedy = f"Set {config.key_variable} where Ray is started, on every node (EMPTY for a server without keys)"
-    if config.names_endpoint:
-        message = f"a judge is named at {config.api_endpoint}, but there is no key for it: nothing is judged. {remedy}"
-    else:
-        message = f"a judge is asked for, but no api_endpoint is named: nothing is judged. Name it. {remedy}"
-    log.warning(message)
 
 
 class _RuleMeans:
@@ -275,12 +266,12 @@ class SharedGroupScorer:
         self._log = RepeatedLog()
 
     async def reward(self, row: Row) -> dict[str, Any]:
-        """Return verl's result for this row. `ScorerLost`: the actor keeps dying, or the row cannot be sent."""
+        """Return verl's result for this row. Raises `ScorerLost` if the actor keeps dying."""
         actor, pause_s, reason = None, FIRST_PAUSE_S, ""
         for _ in range(DEATHS):
             try:
                 actor = await self._live_actor(dead=actor)
-                answer: dict[str, Any] = await self._send(actor, row)
+                answer: dict[str, Any] = await actor.reward.remote(row)
                 return answer
             except RayTaskError as error:
                 raise error.cause from None  # what `on_failure: raise` raised
@@ -290,17 +281,6 @@ class SharedGroupScorer:
                 await asyncio.sleep(pause_s)
                 pause_s *= 2
         raise ScorerLost(reason)
-
-    def _send(self, actor: Any, row: Row) -> Any:
-        """Return Ray's future of the answer."""
-        try:
-            return actor.reward.remote(row)
-        except Exception as error:  # noqa: BLE001  # a row may not pickle: the row fails, and not the run
-            self._log.failed("sending to the reward actor", error)
-            try:
-                return actor.reward.remote(_as_failed(row, error))
-            except Exception as again:  # noqa: BLE001  # not even without its extra values
-                raise ScorerLost(str(again)) from error
 
     async def _live_actor(self, dead: Any) -> Any:
         async with self._finding:
@@ -322,14 +302,3 @@ class SharedGroupScorer:
             )
             .remote(self._settings)
         )
-
-
-def _as_failed(row: Row, error: Exception) -> Row:
-    """Return the row without the values that do not pickle. It still joins its group and gets the mean."""
-    return dataclasses.replace(
-        row,
-        rule=plain_rule(row.rule) if row.rule is not None else None,
-        request=None,
-        extra=dict.fromkeys(row.extra),
-        failure=row.failure or f"{type(error).__name__}: {error}",
-    )
