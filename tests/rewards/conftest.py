@@ -122,7 +122,7 @@ def lines(caplog: pytest.LogCaptureFixture, level: int | None = None) -> list[st
     return [
         record.getMessage()
         for record in caplog.records
-        if record.name == "freewheel.rewards" and (level is None or record.levelno == level)
+        if record.name == "freewheel.rewards" and record.levelno in ([level] if level else range(logging.INFO, 100))
     ]
 
 
@@ -172,10 +172,17 @@ def make_manager() -> Iterator[MakeManager]:
         manager.shutdown_workers()
 
 
+@pytest.fixture(autouse=True)
+def _no_log_line_has_the_key(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    caplog.set_level(logging.DEBUG, "freewheel")
+    yield
+    logged = [logging.Formatter("%(message)s %(args)s").format(record) for record in caplog.get_records("call")]
+    assert not [line for line in logged if KEY in line]
+
+
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
     """`said()`: what logger `freewheel.rewards` said so far, from INFO on; `said(logging.WARNING)`: at that level."""
-    caplog.set_level(logging.INFO, "freewheel.rewards")
     return lambda level=None: lines(caplog, level)
 
 

@@ -165,29 +165,3 @@ def test_a_terminal_has_a_bar_instead_of_lines(
         manager(batch_of("yes a", "yes b"))
     assert "OpenAI results" in terminal.getvalue() and "/2" in terminal.getvalue()
     assert not [line for line in said() if line.startswith("Waiting")]
-
-
-@pytest.mark.parametrize("use_async_io", [True, False], ids=["async", "sync"])
-@pytest.mark.parametrize(
-    "profile",
-    [{}, {"api_key": "another"}, {"error_share": 1.0}, {"insufficient_quota": True}],
-    ids=["answers", "refuses the key", "errors", "quota"],
-)
-def test_the_key_is_in_no_log_line_of_any_logger_at_any_level(
-    mock: Mock,
-    make_manager: MakeManager,
-    caplog: pytest.LogCaptureFixture,
-    capfd: pytest.CaptureFixture[str],
-    use_async_io: bool,
-    profile: dict[str, Any],
-) -> None:
-    caplog.set_level(logging.DEBUG)
-    judge = {"max_attempts": 1, "reasks": 0}
-    manager = make_manager(mock(**profile).url, use_async_io=use_async_io, judge=judge, num_examine=1)
-    result = manager(batch_of("yes"), return_dict=True)
-    manager.shutdown_workers()
-    assert caplog.records
-    formatted = "\n".join(logging.Formatter("%(name)s %(message)s %(args)s").format(one) for one in caplog.records)
-    out, err = capfd.readouterr()
-    for text in (formatted, out, err, repr(result), repr(manager.config), repr(manager.__dict__), str(manager)):
-        assert KEY not in text

@@ -15,9 +15,7 @@ import sys
 import textwrap
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +28,7 @@ from freewheel.rewards import LengthPenaltyRewardManager, RewardFailed
 from freewheel.rewards import manager as manager_module
 from freewheel.rewards import openai_manager as openai_manager_module
 
-from .conftest import KEY, WAIT_S, Characters, MakeManager, Mock, batch_of, last_values, rule, run_threads
+from .conftest import KEY, WAIT_S, Characters, MakeManager, Mock, batch_of, last_values, rule
 
 Said = Callable[..., list[str]]
 
@@ -146,19 +144,6 @@ def test_the_synchronous_path_starts_nothing_and_leaves_nothing(
     manager.shutdown_workers()
 
 
-def test_many_threads_that_submit_at_once_share_one_engine(five: str, make_manager: MakeManager) -> None:
-    manager = make_manager(five, use_async_io=True)
-    at_once = threading.Barrier(8)
-    found: list[float] = []
-
-    def work(number: int) -> None:
-        at_once.wait(WAIT_S)
-        found.append(float(manager(batch_of(f"yes {number}")).sum()))
-
-    run_threads(*(partial(work, number) for number in range(8)))
-    assert found == [6.0] * 8 and len(engines()) == 1
-
-
 def test_a_shutdown_or_cancel_ends_a_batch_as_failed_and_nobody_hangs(
     mock: Mock, make_manager: MakeManager, said: Said
 ) -> None:
@@ -176,27 +161,6 @@ def test_a_shutdown_or_cancel_ends_a_batch_as_failed_and_nobody_hangs(
             assert not engines()
             assert "1 batches are not complete: their rows without a verdict have failed" in said(logging.WARNING)
         assert eventually(lambda: judge.counts().in_flight == 0)
-
-
-def test_the_engine_is_a_process_of_its_own_unless_the_config_says_otherwise(five: str) -> None:
-    manager = LengthPenaltyRewardManager(
-        Characters(),
-        0,
-        rule,
-        length_penalty_config={"api_key": KEY, "api_endpoint": five, "model_name": "m", "use_async_io": True},
-    )
-    manager.start_workers()
-    try:
-        pid = child_pid(manager)
-        assert psutil.Process(pid).ppid() == os.getpid()
-        line = " ".join(psutil.Process(pid).cmdline())
-        assert KEY not in line and KEY not in repr(psutil.Process(pid).environ())
-        data = batch_of("yes")
-        assert last_values(manager(data), data) == [6.0]
-        assert child_pid(manager) == pid
-    finally:
-        manager.shutdown_workers()
-    assert not psutil.pid_exists(pid)
 
 
 def test_a_shutdown_waits_five_seconds_at_most(
@@ -432,28 +396,6 @@ def test_a_result_that_raised_raises_again_and_sends_nothing_more(
 # -- other processes --------------------------------------------------------------------------------------------------
 
 
-def test_a_fork_uses_the_manager_with_an_engine_of_its_own(five: str, make_manager: MakeManager) -> None:
-    manager = make_manager(five, use_async_io=True)
-    data = batch_of("yes")
-    assert last_values(manager(data), data) == [6.0]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # 3.12 and later warn of a fork beside threads
-        pid = os.fork()
-    if pid == 0:
-        signal.alarm(int(WAIT_S))
-        code = 1
-        try:
-            fresh = batch_of("yes in the child")
-            if last_values(manager(fresh), fresh) == [6.0]:
-                manager.shutdown_workers()
-                code = 0
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    more = batch_of("yes in the parent")
-    assert last_values(manager(more), more) == [6.0]
-
-
 @pytest.mark.parametrize("use_async_io", [True, False])
 def test_a_pickled_manager_works_where_the_environment_has_the_key(
     five: str, make_manager: MakeManager, monkeypatch: pytest.MonkeyPatch, use_async_io: bool
@@ -495,18 +437,3 @@ def test_a_deep_copy_keeps_the_key_and_has_an_engine_of_its_own(five: str, make_
     assert last_values(copied(data), data) == [6.0]
     assert manager.async_openai_manager is not None and not manager.async_openai_manager.running
     copied.shutdown_workers()
-
-
-def test_the_import_needs_no_torch_ray_or_transformers() -> None:
-    source = """
-    import sys
-    import freewheel.rewards as rewards
-    rewards.LengthPenaltyRewardManager(None, 0)
-    rewards.compute_score("#### 4", "4", "openai/gsm8k", {})
-    heavy = {"torch", "ray", "transformers", "tensordict", "omegaconf"} & set(sys.modules)
-    assert not heavy, heavy
-    """
-    ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(source)], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert ended.returncode == 0, ended.stderr

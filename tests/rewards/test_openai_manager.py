@@ -5,22 +5,17 @@ What the judge itself does (one request for equal content, its limits, its cache
 
 from __future__ import annotations
 
-import asyncio
 import copy
-import dataclasses
 import inspect
-import os
 import pickle
-import subprocess
-import sys
 import threading
 from typing import Any
 
 import pytest
 
 from freewheel.judge import Failed, JudgeClosed, JudgeRequest, Scored, Skipped
+from freewheel.judge.request import RequestHasher
 from freewheel.rewards import AsyncOpenAIManager, AsyncOpenAIWorker, LengthPenaltyConfig, get_request_hash
-from freewheel.rewards.openai_manager import run_privately
 
 from .conftest import KEY, Mock
 
@@ -79,83 +74,10 @@ async def test_a_worker_scores_on_the_running_loop_over_few_connections(mock: Mo
     assert threading.active_count() <= before + 1  # the loop's executor may keep a thread
 
 
-# -- the hash ---------------------------------------------------------------------------------------------------------
-
-BASE = LengthPenaltyConfig(api_key=KEY, model_name="m", api_endpoint=URL, system_prompt=PROMPT)
-REQUEST_TEXTS = ("an answer", "a question", "a reference")
-REQUEST = JudgeRequest(*REQUEST_TEXTS)
-
-
-def hash_of(request: Any = REQUEST, **changes: Any) -> str:
-    return get_request_hash(request, dataclasses.replace(BASE, **changes).judge_config())
-
-
-def test_a_hash_is_sha_256_in_hex_and_equal_for_everything_that_does_not_decide_the_reply() -> None:
-    found = hash_of()
-    assert len(found) == 64 and set(found) <= set("0123456789abcdef")
-    assert hash_of(JudgeRequest(*REQUEST_TEXTS, id="7")) == found
-    assert hash_of(dict(zip(("response", "prompt", "reference"), REQUEST_TEXTS, strict=True))) == found
-    assert hash_of("an answer") == hash_of(JudgeRequest("an answer"))
-    for changes in (
-        {"api_key": "sk-other"},
-        {"max_concurrent_requests": 3},
-        {"reward_coefficient": 3.0},
-        {"penalty_scale": 3.0},
-        {"use_async_io": True},
-        {"judge": {"cache": False, "placement": "thread", "max_attempts": 2}},
-    ):
-        assert hash_of(**changes) == found, changes
-
-
-def test_a_hash_is_equal_in_another_process() -> None:
-    """A cache on a disk outlives this one."""
-    source = f"""
-from freewheel.rewards import AsyncOpenAIManager
-from freewheel.judge import JudgeRequest
-print(AsyncOpenAIManager("EMPTY", "m", {URL!r}, {PROMPT!r}).get_request_hash(JudgeRequest(*{REQUEST_TEXTS!r})))
-"""
-    environment = {**os.environ, "PYTHONHASHSEED": "7"}
-    found = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, env=environment, check=True)
-    assert found.stdout.strip() == hash_of()
-
-
-def test_a_hash_differs_where_the_reply_may_differ() -> None:
-    requests = [
-        REQUEST,
-        JudgeRequest("another", "a question", "a reference"),
-        JudgeRequest("an answer", "another", "a reference"),
-        JudgeRequest("an answer", "a question", "another"),
-        JudgeRequest("an answera question", "", "a reference"),
-        JudgeRequest("an answer", "a questiona reference", ""),
-    ]
-    changes: list[dict[str, Any]] = [
-        {"model_name": "other"},
-        {"api_endpoint": "http://127.0.0.1:10/v1"},
-        {"system_prompt": "Other words."},
-        {"judge": {"temperature": 1.0}},
-        {"judge": {"max_tokens": 5}},
-        {"judge": {"sampling": {"seed": 1}}},
-    ]
-    hashes = [*map(hash_of, requests), *(hash_of(**one) for one in changes)]
-    assert len(set(hashes)) == len(hashes)
-
-
-# -- run_privately ----------------------------------------------------------------------------------------------------
-
-
-def test_private_work_runs_in_this_thread_or_next_to_a_running_loop_in_another() -> None:
-    async def work(fails: bool) -> str:
-        if fails:
-            raise KeyError("mine")
-        return threading.current_thread().name
-
-    async def inside(fails: bool) -> str:
-        return run_privately(work(fails))
-
-    assert run_privately(work(False)) == threading.current_thread().name
-    assert asyncio.run(inside(False)).startswith("freewheel-rewards-sync")
-    assert not [one for one in threading.enumerate() if one.name.startswith("freewheel-rewards-sync")]
-    with pytest.raises(KeyError, match="mine"):
-        run_privately(work(True))
-    with pytest.raises(KeyError, match="mine"):
-        asyncio.run(inside(True))
+def test_a_hash_is_sha_256_in_hex_of_what_the_judge_itself_compares() -> None:
+    config = LengthPenaltyConfig(api_key=KEY, model_name="m", api_endpoint=URL).judge_config()
+    found = get_request_hash("an answer", config)
+    assert found == get_request_hash(JudgeRequest("an answer", id="7"), config)
+    assert found == RequestHasher(config)(JudgeRequest("an answer")).hex() and len(found) == 64
+    other = AsyncOpenAIManager(KEY, "other", URL)
+    assert other.get_request_hash("an answer") == get_request_hash("an answer", other.config) != found
