@@ -271,12 +271,18 @@ def test_an_engine_that_cannot_start_is_replaced_by_the_synchronous_path(
         monkeypatch.setattr(transport.subprocess, "Popen", fail)
     else:
         monkeypatch.setattr(transport.Link, "start", fail)
+
+    def sockets() -> set[str]:
+        return {file for file in open_files() if file.startswith("socket")}
+
+    before = sockets()
     manager = make_manager(five, use_async_io=True, judge={"placement": "process"})
     for number in range(2):
         data = batch_of(f"yes {number}")
         result = manager(data, return_dict=True)
         assert last_values(result["reward_tensor"], data) == [6.0]
         assert result["reward_extra_info"]["judge_status"] == ["scored"]
+    assert eventually(lambda: sockets() <= before), "the engine's socket was left open"
     warned = said(logging.WARNING)
     assert len(warned) == 2 and all("Async evaluation failed" in line and "synchronous" in line for line in warned)
 

@@ -397,7 +397,7 @@ class Link:
         path = os.pathsep.join(entry or "." for entry in sys.path)
         with _spawning:
             ours, theirs = socket.socketpair()
-            with theirs:
+            try:
                 self._child = subprocess.Popen(
                     [sys.executable, "-P", "-m", "freewheel.judge.service", str(theirs.fileno())],
                     pass_fds=[theirs.fileno()],
@@ -405,6 +405,11 @@ class Link:
                     stdout=subprocess.DEVNULL,
                     env={**os.environ, "PYTHONPATH": path},
                 )
+            except BaseException:
+                ours.close()
+                raise
+            finally:
+                theirs.close()
         ours.setblocking(False)
         return ours
 
