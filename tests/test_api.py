@@ -27,7 +27,7 @@ from freewheel.inspect.run import find_run, inspect
 from freewheel.observe.run_folder import CONFIG, METRICS
 from freewheel.runtime import placement
 from freewheel.runtime.account import RunResult
-from freewheel.runtime.start import RunRequest, load_run, write_config
+from freewheel.runtime.start import RunRequest, load_run, make_plan, write_config
 from freewheel.utils.registry import find_object
 
 from .documents import DOCS, blocks
@@ -73,7 +73,8 @@ class Drive:
         self.goes_on = threading.Event()
         self.goes_on.set()
 
-    def make(self, request: RunRequest, plan: Any, shown: Any) -> Any:
+    def make(self, request: RunRequest, shown: Any) -> Any:
+        make_plan(request.config).check()
         return SimpleNamespace(run=lambda: self.run(request), request_stop=self.goes_on.set)
 
     def run(self, request: RunRequest) -> RunResult:
@@ -323,7 +324,7 @@ def test_a_resumed_run_remembers_its_function_and_another_process_must_give_it_a
     run.resume({"trainer.total_steps": 5}, show="off")
     assert drive.requests[-1].resume and drive.config.trainer.total_steps == 5
     assert drive.found["in_memory:lambda"] is reward
-    with pytest.raises(fw.ConfigError, match="given in Python and is in no file"):
+    with pytest.raises(fw.ConfigError, match=r"in no file.*resume\(reward=the_function\).*reward.function=module:name"):
         fw.Run("run").resume(show="off")
     fw.Run("run").resume(reward=importable_reward, show="off")
     assert any("reward.function: in_memory:lambda → " in line for line in drive.requests[-1].changed)

@@ -1,8 +1,8 @@
 """The Python API behind `freewheel.train` and `freewheel.evaluate`, and the start path that `freewheel train` shares.
 
-    model, data, reward, config ─▶ settings ─ compose ─▶ RunRequest ─ plan_run ─▶ Plan ─ drive ─▶ RunResult
-      │ rows, model objects: private files in the run directory                        │
-      └ functions, classes: in memory only, named `in_memory:NAME` in config.yaml      └─▶ Run
+    model, data, reward, config ─▶ settings ─ compose ─▶ RunRequest ─ make_plan ─▶ FullyAsyncMain ─▶ RunResult
+      │ rows, model objects: private files in the run directory                                 │
+      └ functions, classes: in memory only, named `in_memory:NAME` in config.yaml               └─▶ Run
 
 A run happens in the calling thread where that can handle Ctrl-C, else in a separate thread: in a notebook, whose main
 thread has an event loop, and in the background. Importing this module imports nothing heavy.
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from freewheel.runtime.account import RunResult
     from freewheel.runtime.config import TrainConfig
     from freewheel.runtime.main import FullyAsyncMain
-    from freewheel.runtime.plan import Plan
     from freewheel.runtime.start import RunRequest
 
 Status = Literal["running", "finished", "stopped", "failed"]
@@ -170,9 +169,9 @@ def evaluate(
         target = find_target(str(settings.pop("model.path")))
         if data is not None and task is None and (target.run is None or target.run.data.task == "word_problems"):
             task = ROWS_TASK
-        if "data.eval" in files:
+        if "data.eval" in files.given:
             settings.setdefault("data.too_long", "error")  # else rows and responses would not correspond
-            prompts = prompts or files.row_count("data.eval")
+            prompts = prompts or files.row_counts["data.eval"]
         given = settings.pop("data.eval", None)
         found = eval_config(target, task=task, data=given, prompts=prompts, samples=samples, temperature=temperature)
         return _measure(compose(base=found, settings=settings))
@@ -242,7 +241,7 @@ class Run:
     @property
     def dashboard_url(self) -> str | None:
         """The run's page in a browser while it runs in this process."""
-        return (self._live.page or None) if self._live is not None else None
+        return (self._live.shown.page or None) if self._live is not None else None
 
     def evaluate(self, data: Any = None, reward: Callable[..., Any] | str | None = None, **options: Any) -> Evaluation:
         """`freewheel.evaluate` with the newest weights. Data and reward are the run's own unless given."""
@@ -296,7 +295,7 @@ class Run:
                 files.write(self.run_dir)
                 with kept_in_memory(self._objects):
                     shown = show or ("off" if background else "auto")
-                    live = _LiveRun(request, plan_run(request), self._objects, files, shown)
+                    live = _LiveRun(request, self._objects, files, shown)
             except BaseException:
                 files.discard()
                 raise
@@ -308,31 +307,22 @@ class Run:
         self.wait()
 
 
-def plan_run(request: RunRequest) -> Plan:
-    """The plan of a run on this machine. Raises the first thing that stands against the run."""
+def drive(request: RunRequest, shown: Any) -> RunResult:
+    """Run to the end, shown in a view and served as a page."""
+    return _run_shown(_make_main(request, shown), shown)
+
+
+def _make_main(request: RunRequest, shown: Any) -> FullyAsyncMain:
+    """Plan the run on this machine. Raises the first problem that would prevent it."""
+    from freewheel.dashboard.web.child import page_of
+    from freewheel.runtime.main import FullyAsyncMain
     from freewheel.runtime.start import make_plan
 
     plan = make_plan(request.config)
     plan.check()
-    return plan
-
-
-def drive(request: RunRequest, plan: Plan, shown: Any) -> RunResult:
-    """Run to the end, shown in a view and served as a page."""
-    return _run_shown(_make_main(request, plan, shown), shown)
-
-
-def _make_main(request: RunRequest, plan: Plan, shown: Any) -> FullyAsyncMain:
-    from freewheel.dashboard.web.child import page_of
-    from freewheel.runtime.main import FullyAsyncMain
-
+    served = partial(page_of, request.config, shown)
     return FullyAsyncMain(
-        config=request.config,
-        plan=plan,
-        resume=request.resume,
-        changed=request.changed,
-        view=shown,
-        alongside=partial(page_of, request.config, shown),
+        config=request.config, plan=plan, resume=request.resume, changed=request.changed, view=shown, alongside=served
     )
 
 
@@ -354,26 +344,20 @@ class _LiveRun:
 
     current: _LiveRun | None = None
 
-    def __init__(
-        self, request: RunRequest, plan: Plan, objects: Mapping[str, Any], files: _OwnFiles, show: Show
-    ) -> None:
+    def __init__(self, request: RunRequest, objects: Mapping[str, Any], files: _OwnFiles, show: Show) -> None:
         from freewheel.dashboard.terminal import PlainView, view
 
         self.run_dir = request.config.run_dir
         self.end: Future[RunResult] = Future()
         self._objects, self._files = objects, files
-        self._shown: Any = PlainView(io.StringIO()) if show == "off" else view(plain=show == "plain")
-        self._main = _make_main(request, plan, self._shown)
+        self.shown: Any = PlainView(io.StringIO()) if show == "off" else view(plain=show == "plain")
+        self._main = _make_main(request, self.shown)
         self.request_stop = self._main.request_stop
 
     @property
     def result(self) -> RunResult | None:
         """How the run ended; None while it lasts, or if it was refused."""
         return self.end.result() if self.end.done() and self.end.exception() is None else None
-
-    @property
-    def page(self) -> str:
-        return str(self._shown.page)
 
     def run_here(self) -> None:
         """Block until the end. Ctrl-C ends the run after its step, whichever thread it is in."""
@@ -402,7 +386,7 @@ class _LiveRun:
     def _run(self) -> None:
         try:
             with kept_in_memory(self._objects):
-                self.end.set_result(_run_shown(self._main, self._shown))
+                self.end.set_result(_run_shown(self._main, self.shown))
         except BaseException as error:  # noqa: BLE001  # raised to the caller who waits for the run
             self._files.discard()
             self.end.set_exception(error)
@@ -525,14 +509,11 @@ class _OwnFiles:
     finds them."""
 
     def __init__(self) -> None:
-        self._given: dict[str, Any] = {}
+        self.given: dict[str, Any] = {}
         self._folder: Path | None = None
         self._created: list[Path] = []
         """Folders that `write` created, outer ones first."""
-        self._counts: dict[str, int] = {}
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._given
+        self.row_counts: dict[str, int] = {}
 
     def add(self, key: str, value: Any) -> str:
         """Take a value and return a placeholder for its path, until the folder is known."""
@@ -541,26 +522,23 @@ class _OwnFiles:
             raise ConfigError(key, value, remedy)
         if key.startswith("model.") and not hasattr(value, "save_pretrained"):
             raise ConfigError(key, value, "give a name, or an object of transformers with save_pretrained")
-        self._given[key] = value
+        self.given[key] = value
         return OWN_FILES[key]
 
     def settings(self, folder: Path) -> dict[str, str]:
-        return {key: str(folder / OWN_FILES[key]) for key in self._given}
-
-    def row_count(self, key: str) -> int:
-        return self._counts[key]
+        return {key: str(folder / OWN_FILES[key]) for key in self.given}
 
     def write(self, folder: Path) -> None:
-        if not self._given:
+        if not self.given:
             return
         self._folder = folder
         self._created = [path for path in (*reversed(folder.parents), folder, folder / "data") if not path.exists()]
         private_folder(folder)
-        for key, value in self._given.items():
+        for key, value in self.given.items():
             path = folder / OWN_FILES[key]
             if key.startswith("data."):
                 rows = _as_lines(key, value)
-                self._counts[key] = len(rows)
+                self.row_counts[key] = len(rows)
                 private_folder(path.parent)
                 write_atomically(path, b"".join(rows))
             else:
@@ -570,7 +548,7 @@ class _OwnFiles:
         """Remove what was written, unless a run has begun there."""
         if self._folder is None or (self._folder / CONFIG).exists():
             return
-        for key in self._given:
+        for key in self.given:
             path = self._folder / OWN_FILES[key]
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
         for path in reversed(self._created):

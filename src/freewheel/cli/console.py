@@ -75,6 +75,11 @@ def print_json(value: object) -> None:
     print_text(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
 
 
+def report(as_json: bool, value: object, text: str) -> None:
+    """Print a result as one JSON object if the user asked for it, else as text."""
+    print_json(value) if as_json else print_text(text)
+
+
 def print_rich(*parts: RenderableType) -> None:
     """Print each part on its own lines, in colour on a terminal, plain elsewhere."""
     from rich.console import Console

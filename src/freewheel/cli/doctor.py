@@ -10,11 +10,11 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from freewheel.cli.flags import ConfigNameFlag, ConfigPathFlag, KeyVariableFlag
+from freewheel.cli.flags import CONFIG_FLAGS, JUDGE_PANEL, KEY_FLAG, argument, flag, read_variable, takes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,33 +25,31 @@ if TYPE_CHECKING:
 EPILOG = """
 Exit codes: 0 nothing stands in the way of a run; 1 something does; 2 a flag cannot work.
 """
-_JUDGE = "Judge"
 STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
 
+@takes(
+    argument("overrides", list[str], "[KEY=VALUE]...", "Settings of the run, as `freewheel train` takes them; "
+             "resume=RUN too. Without any: the default run."),
+    *CONFIG_FLAGS,
+    flag("judge", list[str], "A judge that is not in the configuration, by its base URL: it is asked one short "
+         "question. Repeat it for several.", metavar="URL", panel=JUDGE_PANEL),
+    flag("judge_model", str, "The model's name there ($OPENAI_MODEL, else deepseek-v3).", panel=JUDGE_PANEL),
+    KEY_FLAG,
+    flag("as_json", bool, "The findings as one JSON object.", "--json"),
+)  # fmt: skip
 def doctor(
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Settings of the run that is meant, as `freewheel train` takes "
-                       "them; resume=RUN too. Without any: the default run.", show_default=False),
-    ] = None,
-    config_path: ConfigPathFlag = None,
-    config_name: ConfigNameFlag = None,
-    judge: Annotated[
-        list[str] | None,
-        typer.Option(help="A judge that is not in the configuration, by its base URL: it is asked one short question. "
-                     "Give it again for further ones.", metavar="URL", rich_help_panel=_JUDGE),
-    ] = None,
-    judge_model: Annotated[
-        str | None,
-        typer.Option(help="The model's name there ($OPENAI_MODEL, else deepseek-v3).", rich_help_panel=_JUDGE),
-    ] = None,
-    api_key_env: KeyVariableFlag = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The findings as one JSON object.")] = False,
-) -> None:  # fmt: skip
-    """Look for what would stand in a run's way on this machine, and say which command mends it.
+    overrides: list[str] | None,
+    config_path: str | None,
+    config_name: str | None,
+    judge: list[str] | None,
+    judge_model: str | None,
+    api_key_env: str | None,
+    as_json: bool,
+) -> None:
+    """Check what would prevent a run on this machine, and print the command that fixes it.
 
-    A judge that the configuration names is asked one short question, which costs what one judgement costs.
+    A judge that the configuration names is asked one short question, which costs as much as one judgement.
     """
     from freewheel.cli.console import ExitCode, plain_errors, print_json
     from freewheel.doctor.run import list_checks
@@ -75,13 +73,13 @@ def _read_judges(urls: list[str], model: str | None, key_variable: str | None) -
     from freewheel.rewards.compute_score import MODEL
     from freewheel.rewards.config import DEFAULT_MODEL
 
-    for flag, given in (("--judge-model", model), ("--api-key-env", key_variable)):
+    for name, given in (("--judge-model", model), ("--api-key-env", key_variable)):
         if given is not None and not urls:
-            raise ConfigError(flag, given, "it says how to ask a judge that --judge names: give that too")
-    if key_variable is not None and not os.environ.get(key_variable):
-        raise ConfigError("--api-key-env", key_variable, "that variable is not set in the environment")
-    name = model or os.environ.get(MODEL) or DEFAULT_MODEL
-    return [at_url(url, name, key_variable) for url in urls]
+            raise ConfigError(name, given, "it says how to ask a judge that --judge names: give that too")
+    if key_variable is not None:
+        read_variable("--api-key-env", key_variable)
+    model = model or os.environ.get(MODEL) or DEFAULT_MODEL
+    return [at_url(url, model, key_variable) for url in urls]
 
 
 @contextmanager

@@ -1,12 +1,13 @@
 """Flags that several commands share, each with one name and one help text, and the judge's configuration from flags.
 
-    @flags(PANEL, flag("port", int, "…"), …)     the function receives the flags that are given as keywords
+    @flags(PANEL, flag("model", str, "…"), …)     the function receives as keywords the flags that are given
     def judge_from_flags(**given) -> JudgeConfig
 
-    @takes(judge=judge_from_flags)               the command has the flags of `judge_from_flags` as well,
-    def serve(judge: JudgeConfig, host=...)      and receives what that returns as `judge`
+    @takes(argument("source", str, "IN.jsonl", "…"), flag("host", str, "…"), judge=judge_from_flags)
+    def serve(source: str, host: str | None, judge: JudgeConfig)
 
-A flag that is not given leaves its setting out, so every default is the configuration's own.
+A command receives None for a flag that is not given. It has the flags of `judge_from_flags` as well, and receives what
+that function returns as `judge`.
 """
 
 from __future__ import annotations
@@ -36,30 +37,31 @@ CONFIG_PANEL = "Configuration"
 JUDGE_PANEL = "Judge"
 KEY_HELP = "The environment variable that holds the judge's key. A key is never a flag: flags show in ps."
 
-ConfigPathFlag = Annotated[
-    str | None,
-    typer.Option(
-        help="The folder with your YAML files. Default: the files that ship with freewheel.",
-        metavar="DIR",
-        rich_help_panel=CONFIG_PANEL,
-    ),
-]
-ConfigNameFlag = Annotated[
-    str | None,
-    typer.Option(help="The YAML file in that folder (default).", metavar="NAME", rich_help_panel=CONFIG_PANEL),
-]
-KeyVariableFlag = Annotated[str | None, typer.Option(help=KEY_HELP, metavar="NAME", rich_help_panel=JUDGE_PANEL)]
-
-
 # -- flags as a table -------------------------------------------------------------------------------------------------
 
 
-def flag(name: str, kind: Any, text: str, *names: str, **options: Any) -> inspect.Parameter:
-    """A flag that a function receives as `name`. `names`: its own, where it is not --NAME. `options`: of Typer."""
-    is_switch = kind is bool
-    option = typer.Option(*(names or ([f"--{name.replace('_', '-')}"] if is_switch else [])), help=text, **options)
-    kind, default = (bool, False) if is_switch else (kind | None, None)
+def flag(
+    name: str, kind: Any, text: str, *names: str, panel: str | None = None, default: Any = None, **options: Any
+) -> inspect.Parameter:
+    """A flag that a function receives as `name`. `names`: what users type, if not --NAME. `options`: of Typer."""
+    if kind is bool:
+        names, default = names or (f"--{name.replace('_', '-')}",), False
+    elif default is None:
+        kind |= None
+    option = typer.Option(*names, help=text, rich_help_panel=panel, **options)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
+
+
+def argument(name: str, kind: Any, metavar: str, text: str) -> inspect.Parameter:
+    """A positional argument. `metavar` in brackets makes it optional: the function then receives None without it."""
+    is_optional = metavar.startswith("[")
+    given = typer.Argument(metavar=metavar, help=text, show_default=False)
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None if is_optional else inspect.Parameter.empty,
+        annotation=Annotated[kind | None if is_optional else kind, given],
+    )
 
 
 def flags(panel: str, *parameters: inspect.Parameter) -> Callable[[Callable[..., T]], Callable[..., T]]:
@@ -75,31 +77,24 @@ def flags(panel: str, *parameters: inspect.Parameter) -> Callable[[Callable[...,
     return decorate
 
 
-def takes(**makers: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replace parameters of a command by the flags of functions. The command receives what the functions return.
-
-    Typer reads flags from a signature, so the signatures become one.
-    """
+def takes(
+    *own: inspect.Parameter, **makers: Callable[..., Any]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command its arguments and flags, and those of `makers`. It receives their results under their names."""
+    shared = {name: inspect.signature(make).parameters for name, make in makers.items()}
+    parameters = [*own, *(parameter for flags in shared.values() for parameter in flags.values())]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        shared = {name: inspect.signature(make).parameters for name, make in makers.items()}
-        own = inspect.signature(command, eval_str=True)
-        parameters: list[inspect.Parameter] = []
-        for parameter in own.parameters.values():
-            parameters += shared[parameter.name].values() if parameter.name in shared else [parameter]
-
         @functools.wraps(command)
         def run(**values: Any) -> None:
-            made: dict[str, Any] = {}
             with plain_errors():
                 for name, make in makers.items():
                     taken = {flag: values.pop(flag) for flag in shared[name]}
-                    made[name] = make(**{flag: value for flag, value in taken.items() if is_given(value)})
-            command(**made, **values)
+                    values[name] = make(**{flag: value for flag, value in taken.items() if is_given(value)})
+            command(**values)
 
-        # Keyword parameters keep their order, which is that of the help, wherever their defaults are.
-        keywords = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
-        run.__signature__ = own.replace(parameters=keywords)  # type: ignore[attr-defined]
+        run.__annotations__ = {}  # Typer prefers them to the signature
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return run
 
     return decorate
@@ -118,12 +113,21 @@ RUBRICS = "A built-in rubric (integer, number, yes_no, json, criteria) or a .tom
 SAMPLING = "Another field of the request, such as reasoning_effort=low; repeat it for several."
 
 
+CONFIG_FLAGS = (
+    flag("config_path", str, "The folder with your YAML files. Default: the files that ship with freewheel.",
+         metavar="DIR", panel=CONFIG_PANEL),
+    flag("config_name", str, "The YAML file in that folder (default).", metavar="NAME", panel=CONFIG_PANEL),
+)  # fmt: skip
+KEY_FLAG = flag("api_key_env", str, KEY_HELP, metavar="NAME", panel=JUDGE_PANEL)
+JSON_FLAG = flag("as_json", bool, "Print one JSON object.", "--json")
+
+
 @flags(
     JUDGE_PANEL,
     flag("endpoint", list[str], "Base URL of an OpenAI-compatible judge; repeat it for several.", metavar="URL"),
     flag("model", str, "The model's name at the endpoint."),
     flag("rubric", str, RUBRICS, metavar="NAME|FILE"),
-    flag("api_key_env", str, KEY_HELP, metavar="NAME"),
+    KEY_FLAG,
     flag("concurrency", str, "auto finds the judge's limit; N is an upper bound; fixed:N uses N."),
     flag("temperature", str, "Sampling temperature; none leaves it out, as reasoning models require.",
          metavar="NUMBER|none"),

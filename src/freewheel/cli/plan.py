@@ -8,20 +8,20 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from freewheel.cli.console import plain_errors, print_json, print_text, say
-from freewheel.cli.flags import flag, flags, takes
+from freewheel.cli.flags import argument, flag, flags, takes
 from freewheel.errors import ConfigError
 
 if TYPE_CHECKING:
     from freewheel.plan.planner import Planned, Row
 
 EPILOG = """
-Simulated with the classes that decide in a run, under a virtual clock. Every line tells what is measured from what is
-extrapolated. Exit codes: 0; 2 a flag or a folder that cannot work.
+The plan simulates a run under a virtual clock, with the classes that make the decisions in a real run. Each line says
+whether it was measured or extrapolated. Exit codes: 0; 2 a flag or a folder cannot work.
 """
 LARGEST = 4096
 """Scaling is shown up to this many accelerators by default..."""
@@ -47,27 +47,26 @@ def _finite(value: float | None) -> float | None:
     return value
 
 
-@flags(
-    _WORK,
+ONLY_WITH_MODEL = (
     flag("accelerator", str, "With --model: h200, h100, a100, b200, mi300x or l40s (h200).", metavar="NAME",
-         rich_help_panel=_WHAT),
-    flag("n", int, "With --model: responses to a prompt (8).", "--n", min=1, max=4096),
-    flag("prompt_tokens", int, "With --model: of a prompt, on average (256).", min=1, max=MOST_TOKENS),
-    flag("response_tokens", int, "With --model: of a response, on average (1024).", min=1, max=MOST_TOKENS),
-    flag("max_new_tokens", int, "With --model: of a response, at most (4096).", min=1, max=MOST_TOKENS),
+         panel=_WHAT),
+    flag("n", int, "With --model: responses to a prompt (8).", "--n", min=1, max=4096, panel=_WORK),
+    flag("prompt_tokens", int, "With --model: mean tokens of a prompt (256).", min=1, max=MOST_TOKENS, panel=_WORK),
+    flag("response_tokens", int, "With --model: mean tokens of a response (1024).", min=1, max=MOST_TOKENS,
+         panel=_WORK),
+    flag("max_new_tokens", int, "With --model: most tokens of a response (4096).", min=1, max=MOST_TOKENS,
+         panel=_WORK),
 )  # fmt: skip
-def _of_a_model(**given: Any) -> dict[str, Any]:
-    """Return the flags that only a planned model has. A run determines these values itself."""
-    return given
+"""A run determines these values itself."""
 
 
 @flags(
     _WORK,
-    flag("judge_latency", float, "Seconds that a score takes, alone. With RUN: as measured.", metavar="S", min=0.0,
+    flag("judge_latency", float, "Seconds for one score without load. With RUN: as measured.", metavar="S", min=0.0,
          max=MOST, callback=_finite),
-    flag("judge_rate", float, "Requests a second that the judge takes at most.", metavar="PER_S", min=0.001,
+    flag("judge_rate", float, "Most requests per second that the judge accepts.", metavar="PER_S", min=0.001,
          max=MOST, callback=_finite),
-    flag("judge_knee", int, "Requests at a time from which on the judge is slower for each.", metavar="N", min=1,
+    flag("judge_knee", int, "Concurrent requests above which the judge slows down.", metavar="N", min=1,
          max=int(MOST)),
 )  # fmt: skip
 def _scores_from_flags(**given: Any) -> Any:
@@ -79,67 +78,43 @@ def _scores_from_flags(**given: Any) -> Any:
     return judge if given else None
 
 
-@takes(of_a_model=_of_a_model, scores=_scores_from_flags)
+@takes(
+    argument("run", str, "[RUN]", "A run's folder: its own lengths, latencies and step times are used."),
+    flag("model", str, "In place of RUN: a model's size, 0.5b to 72b.", metavar="SIZE", panel=_WHAT),
+    flag("accelerators", int, "Number of accelerators, for training and generation together. With RUN: the run's.",
+         metavar="N", min=2, max=MOST_ACCELERATORS, panel=_WHAT),
+    flag("mode", str, "sync, one_step_off or fully_async. With RUN: its own.", metavar="MODE", panel=_WORK),
+    flag("groups_per_step", int, "Groups per step. With --model: 16 for each accelerator.", metavar="P", min=1,
+         max=MOST_GROUPS, panel=_WORK),
+    flag("threshold", int, "Versions that generation may run ahead.", "--staleness-threshold", metavar="T", min=0,
+         max=MOST_AHEAD, panel=_WORK),
+    flag("sync_every_steps", int, "Steps between two weight versions.", metavar="N", min=1, max=MOST_AHEAD,
+         panel=_WORK),
+    flag("price", float, "Price of one accelerator for an hour: adds costs.", metavar="MONEY", min=0.0, max=MOST,
+         callback=_finite, panel=_SHOW),
+    flag("scale_to", int, "Show scaling up to this many accelerators; 0: none. Default: eight times N.", metavar="N",
+         min=0, max=MOST_ACCELERATORS, panel=_SHOW),
+    flag("plot", Path, "Draw both tables into an SVG file.", metavar="FILE.svg", panel=_SHOW),
+    flag("as_json", bool, "All figures as one JSON object.", "--json", panel=_SHOW),
+    flag("seed", int, "Seed of the simulation: the same seed gives the same figures.", default=0, min=0, panel=_SHOW),
+    *ONLY_WITH_MODEL,
+    scores=_scores_from_flags,
+)  # fmt: skip
 def plan(
-    run: Annotated[
-        str | None,
-        typer.Argument(metavar="[RUN]", help="A run's folder: its own lengths, latencies and step times are used.",
-                       show_default=False),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="In place of RUN: a model's size, 0.5b to 72b.", metavar="SIZE", rich_help_panel=_WHAT),
-    ] = None,
-    accelerators: Annotated[
-        int | None,
-        typer.Option(help="How many, for training and generation together. With RUN: as it had.", metavar="N", min=2,
-                     max=MOST_ACCELERATORS, rich_help_panel=_WHAT),
-    ] = None,
-    mode: Annotated[
-        str | None,
-        typer.Option(help="sync, one_step_off or fully_async. With RUN: its own.", metavar="MODE",
-                     rich_help_panel=_WORK),
-    ] = None,
-    groups_per_step: Annotated[
-        int | None,
-        typer.Option(help="Groups a step. With --model: 16 for each accelerator.", metavar="P", min=1,
-                     max=MOST_GROUPS, rich_help_panel=_WORK),
-    ] = None,
-    threshold: Annotated[
-        int | None,
-        typer.Option("--staleness-threshold", help="Versions that generation may run ahead.", metavar="T", min=0,
-                     max=MOST_AHEAD, rich_help_panel=_WORK),
-    ] = None,
-    sync_every_steps: Annotated[
-        int | None,
-        typer.Option(help="Steps between two weight versions.", metavar="N", min=1, max=MOST_AHEAD,
-                     rich_help_panel=_WORK),
-    ] = None,
-    of_a_model: Any = None,
-    scores: Any = None,
-    price: Annotated[
-        float | None,
-        typer.Option(help="Of an accelerator for an hour: costs are then told too.", metavar="MONEY", min=0.0,
-                     max=MOST, callback=_finite, rich_help_panel=_SHOW),
-    ] = None,
-    scale_to: Annotated[
-        int | None,
-        typer.Option(help="Show scaling up to so many accelerators; 0: none. Without it: eight times N.", metavar="N",
-                     min=0, max=MOST_ACCELERATORS, rich_help_panel=_SHOW),
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw both into an SVG file.", metavar="FILE.svg", rich_help_panel=_SHOW)
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="All figures as one JSON object.", rich_help_panel=_SHOW)
-    ] = False,
-    seed: Annotated[
-        int, typer.Option(help="Of every draw: the same gives the same figures.", min=0, rich_help_panel=_SHOW)
-    ] = 0,
-) -> None:  # fmt: skip
+    run: str | None,
+    model: str | None,
+    accelerators: int | None,
+    groups_per_step: int | None,
+    price: float | None,
+    scale_to: int | None,
+    plot: Path | None,
+    as_json: bool,
+    scores: Any,
+    **others: Any,
+) -> None:
     """Find the best split of accelerators between training and generation, before they are rented."""
-    changes: dict[str, Any] = {"mode": mode, "threshold": threshold, "sync_every_steps": sync_every_steps}
-    changes["seed"] = seed
+    of_a_model = {one.name: others.pop(one.name) for one in ONLY_WITH_MODEL}
+    of_a_model = {name: value for name, value in of_a_model.items() if value is not None}
     with plain_errors():
         from freewheel.plan.clusters import Workload, find_shape
         from freewheel.plan.planner import GROUPS_PER_ACCELERATOR, of_model, of_run
@@ -153,7 +128,7 @@ def plan(
             for name, value in of_a_model.items():
                 remedy = "it is for a model that is planned (--model), and a run has its own: leave it out"
                 raise ConfigError(f"--{name.replace('_', '-')}", value, remedy)
-            planned = of_run(run, **changes, accelerators=accelerators, groups_per_step=groups_per_step, scores=scores)
+            planned = of_run(run, **others, accelerators=accelerators, groups_per_step=groups_per_step, scores=scores)
         elif model is None:
             raise typer.BadParameter("give a run's folder, or in its place a model with --model", param_hint="RUN")
         elif accelerators is None:
@@ -164,7 +139,7 @@ def plan(
             groups = groups_per_step or GROUPS_PER_ACCELERATOR * accelerators
             accelerator = of_a_model.pop("accelerator", "h200")
             work = Workload(groups_per_step=groups, scores=scores or Scores(), **of_a_model)
-            planned = of_model(model, accelerator, accelerators, work, **changes)
+            planned = of_model(model, accelerator, accelerators, work, **others)
         if scale_to and scale_to < 2 * planned.accelerators:
             remedy = f"the {planned.accelerators:,} that are planned are doubled again and again: give "
             raise ConfigError("--scale-to", scale_to, f"{remedy}{2 * planned.accelerators:,} or more, or 0 for none")

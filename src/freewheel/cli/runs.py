@@ -14,15 +14,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from freewheel.cli.console import ExitCode, plain_errors, print_json, print_rich, print_text, say, writing_stdout
+from freewheel.cli.flags import JSON_FLAG, argument, flag, takes
 from freewheel.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.text import Text
 
     from freewheel.inspect.prompt import GroupLife, ResponseLife
     from freewheel.inspect.run import JournalFacts, Report
@@ -33,6 +35,7 @@ Exit codes: 0 every prompt is accounted for; 1 a prompt is lost, repeated or rec
 run, or it cannot be read. With --group: 0 or 2.
 """
 MB = 1e6
+RUN_HELP = "A run's folder, live or finished. It is not changed."
 MEANINGS = {
     "trained": "",
     "abandoned": "",
@@ -44,15 +47,13 @@ MEANINGS = {
 }
 
 
-def inspect_run(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, live or finished. It is not changed.")],
-    group: Annotated[
-        int | None,
-        typer.Option(help="Show one prompt by its number: responses, verdicts, versions per token, failed attempts.",
-                     metavar="N"),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:  # fmt: skip
+@takes(
+    argument("run", str, "RUN", RUN_HELP),
+    flag("group", int, "Show one prompt by its number: responses, verdicts, versions per token, failed attempts.",
+         metavar="N"),
+    JSON_FLAG,
+)  # fmt: skip
+def inspect_run(run: str, group: int | None, as_json: bool) -> None:
     """Account for every prompt of a run: trained, abandoned, queued or open, each exactly once."""
     with plain_errors():
         from freewheel.inspect.run import find_run, inspect
@@ -70,15 +71,19 @@ def inspect_run(
             raise typer.Exit(ExitCode.INCOMPLETE)
 
 
+def _line(text: str, style: str = "") -> Text:
+    from rich.text import Text
+
+    return Text(text, style=style)
+
+
 # -- a run ------------------------------------------------------------------------------------------------------------
 
 
 def _report(report: Report) -> list[RenderableType]:
-    from rich.text import Text
-
     from freewheel.inspect.run import shown
 
-    head = Text(f"{report.run}: step {report.steps}, version {report.version}", style="bold")
+    head = _line(f"{report.run}: step {report.steps}, version {report.version}", style="bold")
     kept = ", ".join(f"step {one.step}" + (" (damaged)" if one.damaged else "") for one in report.checkpoints)
     rows = [("prompts", f"{sum(report.states.values()):,}", "")]
     for state, count in report.states.items():
@@ -95,9 +100,9 @@ def _report(report: Report) -> list[RenderableType]:
     return [
         head,
         _table(rows),
-        Text("Every prompt is accounted for.", style="green") if clean else Text(wrong, style="bold red"),
-        *(Text(f"  {shown(text)}", style="red") for text in report.violations),
-        *(Text(f"note: {shown(text)}", style="dim") for text in report.notes),
+        _line("Every prompt is accounted for.", style="green") if clean else _line(wrong, style="bold red"),
+        *(_line(f"  {shown(text)}", style="red") for text in report.violations),
+        *(_line(f"note: {shown(text)}", style="dim") for text in report.notes),
     ]
 
 
@@ -116,11 +121,10 @@ def _counts(counts: Mapping[str, int]) -> str:
 
 def _table(rows: list[tuple[str, str, str]]) -> RenderableType:
     from rich.table import Column, Table
-    from rich.text import Text
 
     table = Table.grid("", Column(justify="right"), "", padding=(0, 2, 0, 0))
     for name, number, words in rows:
-        table.add_row(Text(f"  {name}"), Text(number), Text(words, style="dim"))
+        table.add_row(_line(f"  {name}"), _line(number), _line(words, style="dim"))
     return table
 
 
@@ -128,8 +132,6 @@ def _table(rows: list[tuple[str, str, str]]) -> RenderableType:
 
 
 def _life(life: GroupLife) -> list[RenderableType]:
-    from rich.text import Text
-
     from freewheel.inspect.run import shown
 
     head = f"prompt {life.group} of {life.run}: {life.state}"
@@ -137,25 +139,23 @@ def _life(life: GroupLife) -> list[RenderableType]:
         head += f" in step {life.step}" + (f", version {life.version}" if life.version is not None else "")
     if life.abandoned:
         head += f" ({shown(life.abandoned)})"
-    lines: list[RenderableType] = [Text(head, style="bold")]
+    lines: list[RenderableType] = [_line(head, style="bold")]
     times = {"created": life.created_s, "scored and stored": life.stored_s}
     times |= {"committed": life.committed_s, "abandoned": life.ended_s}
-    lines += [Text(f"  {name}: {_clock(at)}") for name, at in times.items() if at is not None]
+    lines += [_line(f"  {name}: {_clock(at)}") for name, at in times.items() if at is not None]
     for one in life.failed:
         cost = f"{one.kind} failure" if one.kind else "does not count against its budget"
-        lines.append(Text(f"  attempt {one.attempt} failed {_clock(one.wall_s)}: {shown(one.reason)} ({shown(cost)})"))
-        lines += [Text(f"    {line}", style="dim") for line in shown(one.detail).splitlines()]
+        lines.append(_line(f"  attempt {one.attempt} failed {_clock(one.wall_s)}: {shown(one.reason)} ({shown(cost)})"))
+        lines += [_line(f"    {line}", style="dim") for line in shown(one.detail).splitlines()]
     if life.prompt_tokens:
-        lines.append(Text(f"prompt, {len(life.prompt_tokens)} tokens:", style="bold"))
-        lines.append(Text(_indent_text(life.prompt, life.prompt_tokens)))
+        lines.append(_line(f"prompt, {len(life.prompt_tokens)} tokens:", style="bold"))
+        lines.append(_line(_indent_text(life.prompt, life.prompt_tokens)))
     for number, response in enumerate(life.responses):
         lines += _response(number, response)
-    return [*lines, *(Text(f"note: {shown(text)}", style="dim") for text in life.notes)]
+    return [*lines, *(_line(f"note: {shown(text)}", style="dim") for text in life.notes)]
 
 
 def _response(number: int, response: ResponseLife) -> list[RenderableType]:
-    from rich.text import Text
-
     from freewheel.inspect.run import shown
 
     value = "no reward" if response.value is None else f"reward {response.value:g}"
@@ -167,9 +167,9 @@ def _response(number: int, response: ResponseLife) -> list[RenderableType]:
     )
     ended = "cut off" if response.finish == "length" else "finished"
     return [
-        Text(f"response {number}: {value}{raw}, {response.status}{why}{parts}", style="bold"),
-        Text(f"  {len(response.tokens)} tokens, {ended}; {runs}", style="dim"),
-        Text(_indent_text(response.text, response.tokens)),
+        _line(f"response {number}: {value}{raw}, {response.status}{why}{parts}", style="bold"),
+        _line(f"  {len(response.tokens)} tokens, {ended}; {runs}", style="dim"),
+        _line(_indent_text(response.text, response.tokens)),
     ]
 
 
@@ -200,14 +200,12 @@ Exit codes: 0 the trace was written; 2 there is no run, it has no trace, or the 
 """
 
 
-def trace_run(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, live or finished. It is not changed.")],
-    output: Annotated[
-        Path,
-        typer.Option("--output", "-o", help="The file to write: compressed if its name ends with .gz; - is "
-                     "standard output.", metavar="FILE"),
-    ] = Path("trace.json"),
-) -> None:  # fmt: skip
+@takes(
+    argument("run", str, "RUN", RUN_HELP),
+    flag("output", Path, "The file to write: compressed if its name ends with .gz; - is standard output.", "--output",
+         "-o", metavar="FILE", default=Path("trace.json")),
+)  # fmt: skip
+def trace_run(run: str, output: Path) -> None:
     """Write one trace with a timeline of every part of a run and of each group.
 
     Open it at https://ui.perfetto.dev (nothing is uploaded) or in chrome://tracing.
@@ -302,19 +300,15 @@ It serves until Ctrl-C. A live run already serves its own page and prints the ad
 """
 
 
-def dashboard(
-    runs: Annotated[
-        list[str],
-        typer.Argument(metavar="RUN...", help="Folders of runs, or folders that contain runs (runs/). They are not "
-                       "changed."),
-    ],
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 0,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on. Any other than loopback shows the runs, unencrypted, to anyone "
-                          "with the token.")
-    ] = "127.0.0.1",
-    open_browser: Annotated[bool, typer.Option("--open", help="Open the page in this machine's browser.")] = False,
-) -> None:  # fmt: skip
+@takes(
+    argument("runs", list[str], "RUN...", "Folders of runs, or folders that contain runs (runs/). They are not "
+             "changed."),
+    flag("port", int, "Port to listen on; 0 takes a free one.", default=0, min=0, max=65535),
+    flag("host", str, "Address to listen on. Any other than loopback shows the runs, unencrypted, to anyone with the "
+         "token.", default="127.0.0.1"),
+    flag("open_browser", bool, "Open the page in this machine's browser.", "--open"),
+)  # fmt: skip
+def dashboard(runs: list[str], port: int, host: str, open_browser: bool) -> None:
     """Look at runs in a browser: curves, waits, judge, weights, timeline, samples, ledger, comparisons."""
     import time
     import webbrowser

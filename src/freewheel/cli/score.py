@@ -11,7 +11,7 @@ import tempfile
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
 import typer
@@ -23,11 +23,11 @@ from freewheel.cli.console import (
     mute_stdout,
     plain_errors,
     print_json,
-    print_text,
+    report,
     say,
     writing_stdout,
 )
-from freewheel.cli.flags import JUDGE_PANEL, flag, flags, judge_from_flags, takes
+from freewheel.cli.flags import JUDGE_PANEL, argument, flag, flags, judge_from_flags, takes
 from freewheel.errors import ConfigError
 from freewheel.judge.config import JudgeConfig
 from freewheel.judge.row_files import Fields, is_stream
@@ -66,30 +66,28 @@ def fields_from_flags(**given: str) -> Fields:
     return Fields(**{name.removesuffix("_field"): field for name, field in given.items()})
 
 
-@takes(judge=judge_from_flags, fields=fields_from_flags)
+@takes(
+    argument("source", str, "IN.jsonl", "The rows, one JSON object a line; - is stdin."),
+    argument("target", str, "OUT.jsonl", "Where the rows go, each with its verdict; - is stdout."),
+    flag("placement", str, "Where the engine runs: process or thread.", panel=JUDGE_PANEL),
+    flag("overwrite", bool, "Start over instead of continuing OUT.jsonl.", panel=_RUN),
+    flag("retry_failed", bool, "Score the rows that failed again, and keep the others.", panel=_RUN),
+    flag("as_json", bool, "The summary as JSON on stdout.", "--json", panel=_SHOW),
+    flag("quiet", bool, "No progress.", "--quiet", "-q", panel=_SHOW),
+    judge=judge_from_flags,
+    fields=fields_from_flags,
+)
 def score(
-    source: Annotated[str, typer.Argument(metavar="IN.jsonl", help="The rows, one JSON object a line; - is stdin.")],
-    target: Annotated[
-        str, typer.Argument(metavar="OUT.jsonl", help="Where the rows go, each with its verdict; - is stdout.")
-    ],
+    source: str,
+    target: str,
+    placement: str | None,
+    overwrite: bool,
+    retry_failed: bool,
+    as_json: bool,
+    quiet: bool,
     judge: JudgeConfig,
     fields: Fields,
-    placement: Annotated[
-        str | None, typer.Option(help="Where the engine runs: process or thread.", rich_help_panel=JUDGE_PANEL)
-    ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Start over instead of continuing OUT.jsonl.", rich_help_panel=_RUN)
-    ] = False,
-    retry_failed: Annotated[
-        bool,
-        typer.Option("--retry-failed", help="Score the rows that failed again, and keep the others.",
-                     rich_help_panel=_RUN),
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="The summary as JSON on stdout.", rich_help_panel=_SHOW)
-    ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.", rich_help_panel=_SHOW)] = False,
-) -> None:  # fmt: skip
+) -> None:
     """Score a file of responses with an LLM judge, and continue where a killed run was.
 
     Each row needs a "response"; "prompt", "reference" and "skip" are read where they are there, and every other field
@@ -293,35 +291,29 @@ _OF_A_JUDGE = ("expired", "max_bytes", "ttl_s")
 _NO_BOUND_BYTES = sys.maxsize
 """These commands store nothing, so they never remove anything to keep a bound."""
 
-CacheDir = Annotated[
-    str | None,
-    typer.Option("--cache-dir", metavar="DIR", help="Where it lies, if not in $FREEWHEEL_CACHE_DIR or ~/.cache."),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="The report as JSON on stdout.")]
+CACHE_DIR_FLAG = flag("cache_dir", str, "Folder of the cache, if not $FREEWHEEL_CACHE_DIR or ~/.cache.", metavar="DIR")
+REPORT_FLAG = flag("as_json", bool, "The report as JSON on stdout.", "--json")
 
 
 @cache_app.command("stats")
-def stats(cache_dir: CacheDir = None, as_json: AsJson = False) -> None:
+@takes(CACHE_DIR_FLAG, REPORT_FLAG)
+def stats(cache_dir: str | None, as_json: bool) -> None:
     """Show how many replies there are, and how much room they take."""
     with plain_errors(), _store(cache_dir) as (store, path):
         found = store.stats() if path.exists() else None
-        if as_json:
-            known = msgspec.to_builtins(found) if found is not None else {"path": str(path), "entries": 0}
-            print_json({key: value for key, value in known.items() if key not in _OF_A_JUDGE})
-        else:
-            print_text(_describe(found) if found is not None else f"{path}: there is no cache yet")
+        known = msgspec.to_builtins(found) if found is not None else {"path": str(path), "entries": 0}
+        shown = {key: value for key, value in known.items() if key not in _OF_A_JUDGE}
+        report(as_json, shown, _describe(found) if found is not None else f"{path}: there is no cache yet")
 
 
 @cache_app.command("clear")
-def clear(
-    older_than: Annotated[
-        str | None,
-        typer.Option("--older-than", metavar="AGE", help="Only replies stored longer ago: 90s, 30m, 12h, 7d, 2w."),
-    ] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    cache_dir: CacheDir = None,
-    as_json: AsJson = False,
-) -> None:
+@takes(
+    flag("older_than", str, "Only replies stored longer ago: 90s, 30m, 12h, 7d, 2w.", metavar="AGE"),
+    flag("yes", bool, "Do not ask.", "--yes", "-y"),
+    CACHE_DIR_FLAG,
+    REPORT_FLAG,
+)
+def clear(older_than: str | None, yes: bool, cache_dir: str | None, as_json: bool) -> None:
     """Remove replies. They will be asked for, and paid for, again."""
     with plain_errors(), _store(cache_dir) as (store, path):
         age_s = parse_age_s(older_than) if older_than is not None else None
@@ -333,19 +325,17 @@ def clear(
                 which = f"replies older than {older_than}" if older_than else f"all {store.stats().entries:,} replies"
                 typer.confirm(f"Remove {which} from {path}?", abort=True, err=True)
             removed = store.clear(older_than_s=age_s)
-        if as_json:
-            print_json({"path": str(path), "removed": removed})
-        else:
-            print_text(f"{path}: {removed:,} replies removed")
+        report(as_json, {"path": str(path), "removed": removed}, f"{path}: {removed:,} replies removed")
 
 
 @cache_app.command("export")
-def export(
-    target: Annotated[str, typer.Argument(metavar="FILE", help="Where the JSON lines go; - is stdout.")],
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace FILE where it exists.")] = False,
-    cache_dir: CacheDir = None,
-    as_json: AsJson = False,
-) -> None:
+@takes(
+    argument("target", str, "FILE", "Where the JSON lines go; - is stdout."),
+    flag("overwrite", bool, "Replace FILE where it exists."),
+    CACHE_DIR_FLAG,
+    REPORT_FLAG,
+)
+def export(target: str, overwrite: bool, cache_dir: str | None, as_json: bool) -> None:
     """Write every reply, however old, as a JSON line: key, text, tokens, times."""
     with plain_errors(), _store(cache_dir) as (store, path):
         if as_json and target == "-":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -20,12 +20,13 @@ from freewheel.cli.flags import flag, flags, judge_from_flags, read_settings, re
 from freewheel.errors import ConfigError
 from freewheel.judge.config import JudgeConfig, Secret
 
-_SERVER, _LIMITS, _SHOW = "Server", "Limits", "Output"
+_SERVER, _LIMITS = "Server", "Limits"
+LISTENING_FLAG = flag("as_json", bool, "Print where it listens as one JSON line.", "--json", panel=_SERVER)
 
 
 @flags(
     _LIMITS,
-    flag("drain_s", float, "Seconds that open requests have after SIGTERM (25).", rich_help_panel=_SERVER),
+    flag("drain_s", float, "Seconds that open requests have after SIGTERM (25).", panel=_SERVER),
     flag("max_body_bytes", int, "Largest request body (8 MiB)."),
     flag("max_connections", int, "Most connections (4096)."),
     flag("max_waiting", int, "Most judgements taken and not answered (32768)."),
@@ -36,32 +37,26 @@ def limits_from_flags(**given: Any) -> Any:
     return Limits(**given)
 
 
-@takes(judge=judge_from_flags, limits=limits_from_flags)
+@takes(
+    flag("share_samples", bool, "Share and cache all equal requests, also requests for a sample (temperature not 0, no "
+         "seed).", panel=_SERVER),
+    flag("host", str, "Address to listen on (127.0.0.1). Any other than loopback needs a token.", panel=_SERVER),
+    flag("port", int, "Port to listen on (8900); 0 takes a free one.", panel=_SERVER),
+    flag("token_env", str, "The environment variable with the token that clients must send (FREEWHEEL_GATEWAY_TOKEN, "
+         "where it is set).", metavar="NAME", panel=_SERVER),
+    LISTENING_FLAG,
+    judge=judge_from_flags,
+    limits=limits_from_flags,
+)  # fmt: skip
 def serve(
+    share_samples: bool,
+    host: str | None,
+    port: int | None,
+    token_env: str | None,
+    as_json: bool,
     judge: JudgeConfig,
-    share_samples: Annotated[
-        bool,
-        typer.Option("--share-samples", help="Share and cache all that is equal, requests for a sample (temperature "
-                     "not 0, no seed) among them.", rich_help_panel=_SERVER),
-    ] = False,
-    host: Annotated[
-        str | None,
-        typer.Option(help="Address to listen on (127.0.0.1). Any other than loopback needs a token.",
-                     rich_help_panel=_SERVER),
-    ] = None,
-    port: Annotated[
-        int | None, typer.Option(help="Port to listen on (8900); 0 takes a free one.", rich_help_panel=_SERVER)
-    ] = None,
-    token_env: Annotated[
-        str | None,
-        typer.Option(help="The environment variable with the token that clients must send "
-                     "(FREEWHEEL_GATEWAY_TOKEN, where it is set).", metavar="NAME", rich_help_panel=_SERVER),
-    ] = None,
-    limits: Any = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print where it listens as one JSON line.", rich_help_panel=_SHOW)
-    ] = False,
-) -> None:  # fmt: skip
+    limits: Any,
+) -> None:
     """Serve the judge to many processes: one limit, one cache and one budget for all of them.
 
     OpenAI-compatible at /v1/chat/completions; /score, /openrlhf and /slime judge by the rubric. It serves until Ctrl-C
@@ -81,8 +76,7 @@ def serve(
     pattern = "%(asctime)s %(levelname)s %(message)s"
     log = log_to(partial(typer.echo, err=True), level=logging.INFO, pattern=pattern)
     with plain_errors(), log:
-        host = DEFAULT_HOST if host is None else host
-        port = DEFAULT_PORT if port is None else port
+        host, port = host or DEFAULT_HOST, DEFAULT_PORT if port is None else port
         _refuse_itself(judge, port)
         if token_env is not None:
             read_variable("--token-env", token_env)
@@ -112,16 +106,16 @@ def _share(fault: str, text: str) -> Any:
 
 @flags(
     "Faults",
-    flag("latency_s", float, "Mean seconds per request.", "--latency", rich_help_panel=_TIME),
-    flag("latency", str, "fixed or lognormal.", "--latency-shape", rich_help_panel=_TIME),
-    flag("sigma", float, "Spread of the lognormal shape.", rich_help_panel=_TIME),
-    flag("time_scale", float, "Wall seconds per second: 0.1 is ten times faster.", rich_help_panel=_TIME),
-    flag("knee", float, "Requests in service past which each one slows.", rich_help_panel=_LIMITS),
-    flag("reject_above", int, "429 for a request that finds this many in flight.", rich_help_panel=_LIMITS),
-    flag("retry_after_s", float, "Retry-After of a 429, in s.", "--retry-after", rich_help_panel=_LIMITS),
-    flag("requests_per_minute", float, "429 beyond this many requests a minute.", "--rpm", rich_help_panel=_LIMITS),
-    flag("tokens_per_minute", float, "429 beyond this many tokens a minute.", "--tpm", rich_help_panel=_LIMITS),
-    flag("max_prompt_chars", int, "400 for a longer prompt.", rich_help_panel=_LIMITS),
+    flag("latency_s", float, "Mean seconds per request.", "--latency", panel=_TIME),
+    flag("latency", str, "fixed or lognormal.", "--latency-shape", panel=_TIME),
+    flag("sigma", float, "Spread of the lognormal shape.", panel=_TIME),
+    flag("time_scale", float, "Wall seconds per second: 0.1 is ten times faster.", panel=_TIME),
+    flag("knee", float, "Requests in service past which each one slows.", panel=_LIMITS),
+    flag("reject_above", int, "429 for a request that finds this many in flight.", panel=_LIMITS),
+    flag("retry_after_s", float, "Retry-After of a 429, in s.", "--retry-after", panel=_LIMITS),
+    flag("requests_per_minute", float, "429 beyond this many requests a minute.", "--rpm", panel=_LIMITS),
+    flag("tokens_per_minute", float, "429 beyond this many tokens a minute.", "--tpm", panel=_LIMITS),
+    flag("max_prompt_chars", int, "400 for a longer prompt.", panel=_LIMITS),
     _share("error", "that end with --error-status."),
     flag("error_status", int, "Status of those."),
     _share("disconnect", "whose connection is closed."),
@@ -134,15 +128,15 @@ def _share(fault: str, text: str) -> Any:
     _share("empty", "whose reply is empty."),
     flag("faults_per_content", int, "A content is answered after this many faults."),
     flag("insufficient_quota", bool, "Every request: no credit left."),
-    flag("reply_style", str, "bare, bold, labelled, json, think, chinese or mixed.", rich_help_panel=_REPLIES),
-    flag("score_low", int, "Lowest score.", rich_help_panel=_REPLIES),
-    flag("score_high", int, "Highest score.", rich_help_panel=_REPLIES),
-    flag("seed", int, "Of latencies and faults.", rich_help_panel=_REPLIES),
-    flag("model", str, "404 for a request for another model.", rich_help_panel=_SERVER),
+    flag("reply_style", str, "bare, bold, labelled, json, think, chinese or mixed.", panel=_REPLIES),
+    flag("score_low", int, "Lowest score.", panel=_REPLIES),
+    flag("score_high", int, "Highest score.", panel=_REPLIES),
+    flag("seed", int, "Of latencies and faults.", panel=_REPLIES),
+    flag("model", str, "404 for a request for another model.", panel=_SERVER),
     flag("profile", Path, "A .json or .toml file with any fields of JudgeProfile; flags override it.", metavar="FILE",
-         rich_help_panel=_SERVER),
+         panel=_SERVER),
     flag("api_key_env", str, "401 for a request without the key in this environment variable.", metavar="NAME",
-         rich_help_panel=_SERVER),
+         panel=_SERVER),
 )  # fmt: skip
 def profile_from_flags(profile: Path | None = None, api_key_env: str | None = None, **given: Any) -> Any:
     """Return a `JudgeProfile`: the file's fields, then the given flags, then the key from its variable."""
@@ -158,17 +152,13 @@ def profile_from_flags(profile: Path | None = None, api_key_env: str | None = No
         raise ConfigError("profile", {name: fields[name] for name in fields if name != "api_key"}, str(error)) from None
 
 
-@takes(profile=profile_from_flags)
-def mock_judge(
-    profile: Any,
-    host: Annotated[str | None, typer.Option(help="Address to listen on (127.0.0.1).", rich_help_panel=_SERVER)] = None,
-    port: Annotated[
-        int | None, typer.Option(help="Port to listen on (8099); 0 takes a free one.", rich_help_panel=_SERVER)
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print where it listens as one JSON line.", rich_help_panel=_SERVER)
-    ] = False,
-) -> None:
+@takes(
+    flag("host", str, "Address to listen on (127.0.0.1).", panel=_SERVER),
+    flag("port", int, "Port to listen on (8099); 0 takes a free one.", panel=_SERVER),
+    LISTENING_FLAG,
+    profile=profile_from_flags,
+)
+def mock_judge(host: str | None, port: int | None, as_json: bool, profile: Any) -> None:
     """Serve an OpenAI-compatible judge on loopback that is slow, crowded or broken as you configure it.
 
     Scores are derived from the content, so they repeat. It serves until Ctrl-C or SIGTERM; what it saw is at /__counts.
@@ -181,8 +171,7 @@ def mock_judge(
         ready = msgspec.json.encode({"endpoint": base, "port": urlsplit(url).port}).decode()
         print_text(ready if as_json else f"the mock judge listens; use --endpoint {base}")
 
-    host = DEFAULT_HOST if host is None else host
-    port = DEFAULT_PORT if port is None else port
+    host, port = host or DEFAULT_HOST, DEFAULT_PORT if port is None else port
     with plain_errors():
         try:
             serve(profile, host, port, announce)

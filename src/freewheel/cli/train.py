@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from freewheel.cli.console import ExitCode, fail, plain_errors, print_json, print_rich, print_text, say
-from freewheel.cli.flags import ConfigNameFlag, ConfigPathFlag
+from freewheel.cli.console import ExitCode, fail, plain_errors, print_rich, report, say
+from freewheel.cli.flags import CONFIG_FLAGS, JSON_FLAG, argument, flag, takes
 from freewheel.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,27 +31,24 @@ and saved; `resume=RUN` continues it.
 _SHOW = "Output"
 
 
+@takes(
+    argument("overrides", list[str], "[KEY=VALUE]...", "Settings, such as trainer.total_steps=100. Values are YAML: "
+             "lists [1,2], mappings {a: 1}, null; ~KEY restores the default. resume=RUN continues the run in that "
+             "folder, with its settings and those given here."),
+    *CONFIG_FLAGS,
+    flag("dry_run", bool, "Print the plan (actors, batches, staleness bound, memory) and what would prevent the run "
+         "on this machine. Nothing starts.", panel=_SHOW),
+    flag("plain", bool, "Print lines instead of the live view of a terminal.", panel=_SHOW),
+    flag("resume_flag", str, "", "--resume", hidden=True),
+)  # fmt: skip
 def train(
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Settings, such as trainer.total_steps=100. Values are YAML: "
-                       "lists [1,2], mappings {a: 1}, null; ~KEY restores the default. resume=RUN continues the run "
-                       "in that folder, with its settings and those given here.",
-                       show_default=False),
-    ] = None,
-    config_path: ConfigPathFlag = None,
-    config_name: ConfigNameFlag = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Print the plan (actors, batches, staleness bound, memory) and what would "
-                     "prevent the run on this machine. Nothing starts.",
-                     rich_help_panel=_SHOW),
-    ] = False,
-    plain: Annotated[
-        bool, typer.Option("--plain", help="Print lines instead of the live view of a terminal.", rich_help_panel=_SHOW)
-    ] = False,
-    resume_flag: Annotated[str | None, typer.Option("--resume", hidden=True)] = None,
-) -> None:  # fmt: skip
+    overrides: list[str] | None,
+    config_path: str | None,
+    config_name: str | None,
+    dry_run: bool,
+    plain: bool,
+    resume_flag: str | None,
+) -> None:
     """Train a policy with reinforcement learning; generation and training run side by side.
 
     Without settings the built-in model learns word problems on this machine, with or without a GPU.
@@ -67,35 +64,26 @@ def train(
         if dry_run:
             _print_plan(overrides or [], config_path, config_name)
             return
-        from freewheel.api import drive, plan_run
+        from freewheel.api import drive
         from freewheel.dashboard.terminal import view
         from freewheel.runtime.start import read_config
 
         given = read_config(overrides or [], config_path, config_name)
-        raise typer.Exit(drive(given, plan_run(given), view(plain=plain)).exit_code)
+        raise typer.Exit(drive(given, view(plain=plain)).exit_code)
 
 
-def evaluate(
-    target: Annotated[
-        str,
-        typer.Argument(metavar="RUN_OR_MODEL", help="A run's folder, one of its checkpoints, a HF folder, a hub id, or "
-                       "'embedded'."),
-    ],
-    task: Annotated[
-        str | None, typer.Option(help="The task to evaluate on (default: the run's): word_problems, gsm8k, rows, or "
-                                 "module:name.")
-    ] = None,
-    data: Annotated[
-        str | None, typer.Option(help="Held-out prompts (default: the run's, or the task's).")
-    ] = None,
-    prompts: Annotated[int | None, typer.Option(help="Number of prompts (128).")] = None,
-    samples: Annotated[int | None, typer.Option(help="Responses per prompt (1).")] = None,
-    temperature: Annotated[float | None, typer.Option(help="Sampling temperature (0: greedy).")] = None,
-    engine: Annotated[
-        str | None, typer.Option(help="The engine: native, vllm or module:name (default: the run's, else native).")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:  # fmt: skip
+@takes(
+    argument("target", str, "RUN_OR_MODEL", "A run's folder, one of its checkpoints, a HF folder, a hub id, or "
+             "'embedded'."),
+    flag("task", str, "The task to evaluate on (default: the run's): word_problems, gsm8k, rows, or module:name."),
+    flag("data", str, "Held-out prompts (default: the run's, or the task's)."),
+    flag("prompts", int, "Number of prompts (128)."),
+    flag("samples", int, "Responses per prompt (1)."),
+    flag("temperature", float, "Sampling temperature (0: greedy)."),
+    flag("engine", str, "The engine: native, vllm or module:name (default: the run's, else native)."),
+    JSON_FLAG,
+)  # fmt: skip
+def evaluate(target: str, as_json: bool, **given: Any) -> None:
     """Measure a model on held-out prompts, in this process and without Ray."""
     import asyncio
 
@@ -107,8 +95,6 @@ def evaluate(
 
         find_local_modules()
 
-        given: dict[str, Any] = {"task": task, "data": data, "prompts": prompts, "samples": samples}
-        given |= {"temperature": temperature, "engine": engine}
         with _name_flags_in_errors({"target": target, **given}):
             config = eval_config(find_target(target), **given)
             factory = find_engine(config.rollout.engine)
@@ -116,10 +102,7 @@ def evaluate(
             if note := factory.start_note(config.rollout):
                 say(note)
             result = asyncio.run(run_evaluation(config))
-        if as_json:
-            print_json(_result_object(target, config, result))
-        else:
-            print_text(_format_result(target, config, result))
+        report(as_json, _result_object(target, config, result), _format_result(target, config, result))
         if result.failed:
             say(f"warning: {result.failed} responses have no score and were left out")
             raise typer.Exit(ExitCode.INCOMPLETE)

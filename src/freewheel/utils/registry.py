@@ -62,9 +62,10 @@ def find_object(key: str, spec: str) -> Any:
         raise ConfigError(key, spec, "give module:name, such as my_package.rewards:score")
     if module_name == IN_MEMORY:
         if attribute not in _in_memory:
+            argument = "reward=the_function" if key == "reward.function" else f"{{{key!r}: the_object}}"
             remedy = (
-                "this object was given in Python and is in no file. Give it again: "
-                f"freewheel.Run(folder).resume(config={{{key!r}: the_object}})"
+                "this object was given in Python and is in no file. Give it again in Python, "
+                f"freewheel.Run(folder).resume({argument}), or name one in a file: {key}=module:name"
             )
             raise ConfigError(key, spec, remedy)
         return _in_memory[attribute]
