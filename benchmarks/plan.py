@@ -42,8 +42,8 @@ from common import (
     write_json,
 )
 from freewheel.observe.recorder import read_metrics
-from freewheel.plan.clusters import RecordedRun, beside, read, scene_of
-from freewheel.plan.planner import ending, settings_of
+from freewheel.plan.clusters import RecordedRun, read, scene_of
+from freewheel.plan.planner import ending
 from freewheel.plan.scene import Beside, Generation, Lognormal, Measured, Outcome, Scene, Scores, Training
 from freewheel.plan.simulation import simulate
 from freewheel.queue.staleness import Bounds
@@ -107,6 +107,20 @@ def generated(scene: str, recorded: RecordedRun) -> Measured | None:
     )
 
 
+def beside(alone: Scene, together: RecordedRun, bounds: Bounds) -> Beside:
+    """Return how much the two sides slow each other down. `alone` was measured in a synchronous mode; `together` is the
+    same run with both sides at work, under `bounds`. Each side is slowed for as long as the other works."""
+    expected = simulate(replace(alone, bounds=bounds))
+    per_token_s = sum(together.train_s) / sum(together.step_tokens)
+    slower_training = per_token_s / (alone.training.per_token_s * alone.training.varies.mean)
+    slower_generation = together.busy_per_token_s / expected.busy_per_token_s
+    trains = sum(together.train_s) / (together.steps * together.step_s)
+    return Beside(
+        generation=max(1.0, 1 + (slower_generation - 1) / min(1.0, trains)),
+        training=max(1.0, 1 + (slower_training - 1) / expected.engine_busy),
+    )
+
+
 class Measurements:
     """Runs of async_vs_sync.py, kept until they are read."""
 
@@ -145,8 +159,9 @@ class Measurements:
     def replayed(self, scene: str, mode: str, seed: int) -> Scene:
         """The run as a scene."""
         recorded = self.recorded(scene, mode, seed)
-        settings = settings_of(self.config(scene, mode, seed), steps=self._steps)
-        return replace(scene_of(recorded, settings, generated=generated(scene, recorded)), window=self._window)
+        config = self.config(scene, mode, seed)
+        bounds = ending(config.bounds, self._steps)
+        return replace(scene_of(recorded, config, bounds, generated=generated(scene, recorded)), window=self._window)
 
     def sharing(self) -> Beside:
         """What the two sides cost each other, from the plain scene."""

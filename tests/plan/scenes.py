@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from freewheel.plan.scene import (
     Beside,
-    Constant,
     Generation,
     HandOver,
     Lognormal,
@@ -47,7 +46,7 @@ def scene(mode: str = "fully_async", **changes: Any) -> Scene:
     given: dict[str, Any] = {
         "bounds": bounds(mode, **shape),
         "n": 4,
-        "lengths": Constant(10),
+        "lengths": Measured((10,)),
         "generation": Generation(slots=16, step_s=0.02),
         "training": Training(base_s=0.4),
         "hand_over": INSTANT,
@@ -56,7 +55,7 @@ def scene(mode: str = "fully_async", **changes: Any) -> Scene:
 
 
 lengths = st.one_of(
-    st.integers(1, 50).map(lambda tokens: Constant(float(tokens))),
+    st.integers(1, 50).map(lambda tokens: Measured((float(tokens),))),
     st.tuples(st.floats(2, 40), st.floats(0.1, 1.5)).map(lambda pair: Lognormal(pair[0], pair[1], 200.0)),
     st.lists(st.integers(1, 100), min_size=1, max_size=8).map(lambda values: Measured(tuple(map(float, values)))),
 )
@@ -65,10 +64,10 @@ scores = st.one_of(
     st.just(Scores()),
     seconds.map(lambda s: Scores(latency_s=Measured((0.5 * s, s, 1.5 * s)))),
     st.tuples(st.floats(0.05, 1), st.integers(2, 40)).map(
-        lambda pair: Scores(latency_s=Constant(pair[0]), knee=pair[1])
+        lambda pair: Scores(latency_s=Measured((pair[0],)), knee=pair[1])
     ),
     st.tuples(st.floats(0.05, 1), st.floats(5, 60)).map(
-        lambda pair: Scores(latency_s=Constant(pair[0]), rate_per_s=pair[1])
+        lambda pair: Scores(latency_s=Measured((pair[0],)), rate_per_s=pair[1])
     ),
 )
 

@@ -18,7 +18,7 @@ from freewheel.cli import app
 from freewheel.errors import ConfigError
 from freewheel.plan import report
 from freewheel.plan.planner import HUGE_LIVES, Planned, best, between, candidates_of, changed, ending, of_run, splits
-from freewheel.plan.scene import Constant, Scores
+from freewheel.plan.scene import Measured, Scores
 from freewheel.plan.simulation import simulate_slice, slice_of
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.config_files import to_config, to_yaml
@@ -75,15 +75,15 @@ def test_several_processes_find_the_same(rows):
     assert planned(table(), 8, processes=2).splits() == rows
 
 
-def test_scaling_takes_the_best_of_each_number_and_gains_nothing_by_magic():
-    found = planned(table(), 8).scaling(32)
+def test_scaling_takes_the_best_of_each_number_and_is_at_most_linear(rows):
+    found = planned(table(), 8).scaling(32, rows)
     assert [row.accelerators for row in found] == [8, 16, 32]
     rates = [row.samples_per_s / row.accelerators for row in found]
     assert all(later <= earlier * 1.1 for earlier, later in pairwise(rates))
 
 
 def test_a_slow_judge_bounds_every_split_and_a_busy_one_ends_the_remedy():
-    slow = Scores(is_judge=True, latency_s=Constant(1.0), rate_per_s=5.0)
+    slow = Scores(is_judge=True, latency_s=Measured((1.0,)), rate_per_s=5.0)
     found = planned(table(scores=slow), 4, groups=8).splits()
     assert all(row.samples_per_s <= 5 * 1.3 for row in found)
     assert best(found).verdict.startswith("judge-bound")
@@ -91,7 +91,7 @@ def test_a_slow_judge_bounds_every_split_and_a_busy_one_ends_the_remedy():
     assert best(function).verdict.startswith("reward-bound")
     free = planned(table("0.5b"), 2).splits()[0]
     assert free.verdict.startswith("generation-bound")
-    narrow = Scores(is_judge=True, latency_s=Constant(0.1), rate_per_s=1.1 * free.outcome.scores_per_s)
+    narrow = Scores(is_judge=True, latency_s=Measured((0.1,)), rate_per_s=1.1 * free.outcome.scores_per_s)
     (row,) = planned(table("0.5b", scores=narrow), 2).splits()
     assert "the judge is" in row.verdict
 
@@ -117,7 +117,7 @@ def test_the_work_is_bounded_for_any_size_of_a_step(groups):
         (job,) = one.jobs([(2, generators)], unending(groups))
         lives = slice_of(job.scene)[0].bounds.total_groups
         assert lives == job.lives <= max(HUGE_LIVES, 9 * groups // generators + 9)
-    with pytest.raises(ConfigError, match="--groups-per-step = 200000: 1,600,000 responses of a step"):
+    with pytest.raises(ConfigError, match="--groups-per-step = 200000: one step has 1,600,000 responses"):
         one.jobs([(2, 1)], unending(200_000))
 
 
@@ -130,7 +130,7 @@ def test_the_table_marks_the_best_split_and_json_has_derived_values(rows):
     assert [line.startswith("*") for line in lines[1:]] == [row == winner for row in rows]
     assert all(line.endswith("extrapolated") for line in lines[1:])
     assert "extrapolated:" in report.explained(rows) and "measured:" not in report.explained(rows)
-    assert winner.cost(2.5) == pytest.approx(1e6 / winner.samples_per_s * 8 / 3600 * 2.5)
+    assert report.as_json(winner, 2.5)["cost_per_million"] == pytest.approx(1e6 / winner.samples_per_s * 8 / 3600 * 2.5)
     first, second = report.summary(rows).splitlines()
     assert first.startswith(f"Best: {winner.trainers} to train and {winner.generators} to generate")
     assert second.lower().startswith(winner.verdict.lower())
@@ -202,7 +202,7 @@ def test_a_recorded_shared_gpu_counts_more_than_the_settings(tmp_path, shared):
     rollout = {"replicas": 2} if not shared else {"n_gpus_per_node": 2}
     one = of_run(str(made_run(configure(tmp_path, rollout=rollout), before=recorded)))
     assert is_measured(one) is not shared
-    assert ("training and generation shared one GPU: each is counted" in one.about) is shared
+    assert ("training and generation shared one GPU: each counts" in one.about) is shared
     assert "did not record" not in one.about
 
 
@@ -225,7 +225,8 @@ def test_only_the_runs_own_settings_are_called_measured(run, asked, measured):
 
 
 def test_a_short_run_is_planned_with_a_warning(tmp_path):
-    assert "and 2 were measured: the figures may be off" in of_run(str(made_run(configure(tmp_path), steps=3))).about
+    short = of_run(str(made_run(configure(tmp_path), steps=3))).about
+    assert "only 2 steps were measured: the figures may be off" in short
     assert "may be off" not in of_run(str(made_run(configure(tmp_path), steps=20))).about
 
 
@@ -238,10 +239,10 @@ def test_a_run_that_its_judge_held_back_is_planned_with_the_measured_rate(tmp_pa
     scores = one.cluster.run.scores
     assert (scores.is_judge, scores.rate_per_s) == (True, 5.0), "400 in 80 s of each replica"
     assert scores.latency_s.mean == pytest.approx(0.2), "not the half second that includes waiting"
-    assert "scoring is bounded by the 5/s that were measured" in one.about
+    assert "scoring is limited to the measured 5/s" in one.about
     assert best(one.splits()).verdict.startswith("judge-bound")
     freed = of_run(str(folder), scores=Scores(is_judge=True))
-    assert freed.cluster.run.scores.rate_per_s is None and "bounded" not in freed.about
+    assert freed.cluster.run.scores.rate_per_s is None and "limited" not in freed.about
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -263,7 +264,7 @@ def test_a_model_and_a_table_give_the_best_split_and_a_seed_repeats_it(monkeypat
     assert {one["basis"] for one in found["splits"]} == {"extrapolated"}
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     app(["plan", *SMALL], standalone_mode=False)
-    said = "freewheel: simulating mode fully_async, 32 groups x 8 a step, which may take a minute\n"
+    said = "freewheel: simulating mode fully_async, 32 groups x 8 a step, this may take a minute\n"
     assert capsys.readouterr().err == said, "on a terminal it reports that it simulates"
 
 
@@ -301,9 +302,9 @@ MODEL = ["--model", "7b", "--accelerators", "8"]
     [
         ([], "Invalid value for RUN: give a run's folder, or in its place a model"),
         (["--model", "7b"], "Invalid value for --accelerators: give how many"),
-        (["--model", "7c"], "--model = '7c': did you mean 7b?"),
+        (["--model", "7c"], "--model = '7c': give one of 0.5b"),
         (["--model", "9b", "--accelerators", "8"], "--model = '9b'"),
-        (["--model", "72b", "--accelerators", "4"], "it takes"),
+        (["--model", "72b", "--accelerators", "4"], "this model needs at least"),
         ([*MODEL, "--mode", "fast"], "mode = 'fast'"),
         (["--model", "7b", "--accelerators", "1000000000"], "--accelerators"),
         ([*MODEL, "--groups-per-step", "100000000"], "--groups-per-step"),

@@ -14,7 +14,6 @@ from freewheel.data.group import Ticket
 from freewheel.plan import simulation
 from freewheel.plan.scene import (
     Beside,
-    Constant,
     Generation,
     Lognormal,
     Measured,
@@ -24,7 +23,17 @@ from freewheel.plan.scene import (
     stream,
     whole_stream,
 )
-from freewheel.plan.simulation import Engine, Group, LimitedJudge, Simulation, deal, simulate, simulate_slice, slice_of
+from freewheel.plan.simulation import (
+    SAVED_S,
+    Engine,
+    Group,
+    JudgeQueue,
+    Simulation,
+    deal,
+    simulate,
+    simulate_slice,
+    slice_of,
+)
 from freewheel.queue.message_queue import TicketRequest, pick_least_loaded
 from freewheel.runtime.bottleneck import Setting
 
@@ -39,7 +48,7 @@ SLACK = 1.02
 @pytest.mark.parametrize(
     "draw",
     [
-        Constant(3.0),
+        Measured((3.0,)),
         Lognormal(100, 0.6),
         Lognormal(100, 1.0, 150),
         Lognormal(20, 0.0),
@@ -59,7 +68,7 @@ def test_draws_have_the_mean_that_they_state_and_repeat_with_the_seed(draw):
 @given(st.floats(1, 150))
 def test_a_cut_off_distribution_is_made_for_its_mean_and_tokens_are_whole(mean):
     assert Lognormal.of_mean(mean, 0.6, 150.0).mean == pytest.approx(mean)
-    assert next(whole_stream(Constant(mean - 1), np.random.default_rng(0))) == max(1, round(mean - 1))
+    assert next(whole_stream(Measured((mean - 1,)), np.random.default_rng(0))) == max(1, round(mean - 1))
     with pytest.raises(ValueError, match="at least one"):
         Measured(())
 
@@ -184,68 +193,28 @@ def test_tickets_are_dealt_in_the_order_of_the_queue(asked, room):
 # -- a judge with limits ----------------------------------------------------------------------------------------------
 
 
-def score(count, latencies=(1.0,), **limits):
-    """Return (when, how many) until all are scored, and the judge."""
-    judge = LimitedJudge(Scores(latency_s=Constant(1.0), **limits), itertools.cycle(latencies), seed=1)
-    for number in range(count):
-        judge.submit(Group(number, 1, 0))
-    found, now, left = [], 0.0, count
-    while left:
-        groups = judge.pump(now)
-        left -= len(groups)
-        found += [(now, len(groups))] if groups else []
-        assert not left or judge.next_at() < float("inf"), "it would never finish"
-        now = judge.next_at()
-    assert sum(many for _, many in found) == count
-    assert not judge._asked and not judge._tickets and judge.limiter.in_flight == 0
-    return found, judge
-
-
-def test_a_knee_bounds_the_throughput_of_a_judge():
-    found, _ = score(1000, latencies=(0.8, 1.0, 1.2), knee=40)
-    assert 1000 / 40 <= found[-1][0] <= 1.35 * 1000 / 40
-
-
-def test_a_rate_is_kept_used_and_holds_requests_back():
-    found, judge = score(500, rate_per_s=50.0)
-    assert found[-1][0] == pytest.approx(500 / 50, rel=0.2)
-    assert judge.refused <= 5, "the pacer knows the rate"
-    for at, _ in found:
-        within = sum(many for then, many in found if at - 1 < then <= at)
-        assert within <= 2 * 50 + 1, "the budget of one second may be saved up"
-    assert judge.held_back_s >= 0.8 * (found[-1][0] - 1.0), "all but the last second, which judges the last requests"
-
-
-class Reckless:
-    """A pacer that knows no rate."""
-
-    def __init__(self, **limits):
-        pass
-
-    def ready_at(self, now, tokens):
-        return now
-
-    def sent(self, *given):
-        pass
-
-    settled = rejected = sent
-
-
-def test_refused_requests_are_sent_again_and_every_response_is_scored_once(monkeypatch):
-    monkeypatch.setattr(simulation, "Pacer", Reckless)
-    _, judge = score(100, rate_per_s=20.0)
-    assert judge.refused > 0
+def test_a_knee_bounds_the_requests_at_a_time_and_a_rate_those_of_a_second():
+    judge = JudgeQueue(Scores(knee=2))
+    assert [judge.answer_at(now, took) for now, took in ((0, 4), (0, 1), (0, 1), (0, 5), (9, 1))] == [4, 1, 2, 7, 10]
+    assert judge.held_back_s == 2, "the third waited until 1, the fourth until 2"
+    judge = JudgeQueue(Scores(rate_per_s=50.0))
+    ends = [judge.answer_at(0.0, 1.0) for _ in range(500)]
+    assert ends[-1] == pytest.approx(500 / 50, rel=0.02) and judge.held_back_s == pytest.approx(ends[-1] - 1.0)
+    assert all(later - end >= 1 - 1e-9 for end, later in zip(ends[50:], ends[100:], strict=False))
+    assert ends[49] == ends[0] == 1.0 < ends[51], "the requests of one second may be saved up"
+    free = JudgeQueue(Scores())
+    assert [free.answer_at(1.0, 0.5) for _ in range(9)] == [1.5] * 9 and free.held_back_s == 0
 
 
 def test_a_judge_with_room_holds_nothing_back_and_is_not_named():
     slow = scene(
         steps=30,
         generation=Generation(slots=16, step_s=0.1),
-        scores=Scores(is_judge=True, latency_s=Constant(0.1), knee=10**6),
+        scores=Scores(is_judge=True, latency_s=Measured((0.1,)), knee=10**6),
     )
     found = simulate(slow)
     assert found.held_back is not None and found.held_back < 0.05
-    assert found.verdict(Setting(threshold=3), is_judge=True).bound == "generation"
+    assert found.verdict(Setting(threshold=3), slow.scores).bound == "generation"
 
 
 # -- whole runs -------------------------------------------------------------------------------------------------------
@@ -272,18 +241,18 @@ def test_every_group_ends_once_within_the_bound_and_a_seed_repeats_the_run(one, 
 @given(scenes())
 def test_no_run_is_faster_than_any_of_its_parts(one):
     outcome = simulate(replace(one, window=(0, one.steps)))
-    slack = SLACK if one.scores.rate_per_s is None else 1.3  # the first second's budget comes on top of the rate
+    saved = (one.scores.rate_per_s or 0.0) * SAVED_S
     made = one.generation
-    assert outcome.tokens * made.token_s(made.slots) / made.slots <= outcome.whole_s * made.replicas * slack
+    assert outcome.tokens * made.token_s(made.slots) / made.slots <= outcome.whole_s * made.replicas * SLACK
     if one.scores.per_s is not None and outcome.whole_s > 5:
-        assert outcome.samples / outcome.whole_s <= one.scores.per_s * slack
+        assert outcome.samples - saved <= outcome.whole_s * one.scores.per_s * SLACK
 
 
 def test_in_turns_a_step_is_the_sum_of_its_phases():
     one = scene(
         "sync",
         groups=8,
-        scores=Scores(latency_s=Constant(0.25)),
+        scores=Scores(latency_s=Measured((0.25,))),
         training=Training(base_s=0.4, pack_s=0.03),
         weights=Weights(transfer_s=0.05, pause_s=0.02),
         hand_over=replace(scene().hand_over, message_s=0.025),
@@ -328,7 +297,7 @@ def test_engines_pause_for_a_version_and_a_slow_transfer_makes_samples_older():
     quick = simulate(scene(weights=Weights(pause_s=0.1), steps=30))
     assert quick.waits["rollouter"]["load_weights"] == pytest.approx(0.1 / quick.step_s, rel=0.05)
     assert simulate(scene(weights=Weights(transfer_s=1.5), steps=30)).lag_mean > 2
-    short = {"groups": 1, "steps": 3, "extra": 0, "n": 1, "lengths": Constant(1)}
+    short = {"groups": 1, "steps": 3, "extra": 0, "n": 1, "lengths": Measured((1,))}
     made = Generation(slots=1, step_s=0.0625)
     one = scene(
         "one_step_off", generation=made, training=Training(base_s=0.125), weights=Weights(pause_s=0.25), **short
@@ -341,7 +310,7 @@ def test_engines_pause_for_a_version_and_a_slow_transfer_makes_samples_older():
 def test_no_faster_part_costs_throughput(base_s, replicas, rate, factor):
     def step_s(*, base_s=0.4, replicas=1, rate=None):
         made = Generation(replicas=replicas, slots=16, step_s=0.02)
-        scores = Scores(latency_s=Constant(0.2), rate_per_s=rate)
+        scores = Scores(latency_s=Measured((0.2,)), rate_per_s=rate)
         return simulate(scene(training=Training(base_s=base_s), generation=made, scores=scores, steps=20)).step_s
 
     assert step_s(base_s=base_s / factor) <= step_s(base_s=base_s) * SLACK
@@ -350,20 +319,13 @@ def test_no_faster_part_costs_throughput(base_s, replicas, rate, factor):
 
 
 def test_a_limited_judge_sets_the_pace_and_the_verdict_predicts_its_remedy():
-    one = scene(scores=Scores(latency_s=Constant(0.2), rate_per_s=30.0), steps=30)
+    one = scene(scores=Scores(is_judge=True, latency_s=Measured((0.2,)), rate_per_s=30.0), steps=30)
     outcome = simulate(one)
     assert outcome.samples_per_s == pytest.approx(30, rel=0.1) == outcome.scores_per_s
-    found = outcome.verdict(Setting(), is_judge=True)
+    found = outcome.verdict(Setting(), one.scores)
     assert found.bound == "judge" and "raising its rate limit to" in str(found)
-    freed = simulate(replace(one, scores=Scores(latency_s=Constant(0.2), rate_per_s=30.0 * found.lift)))
+    freed = simulate(replace(one, scores=Scores(latency_s=Measured((0.2,)), rate_per_s=30.0 * found.lift)))
     assert freed.samples_per_s / outcome.samples_per_s == pytest.approx(found.lift, rel=0.2)
-
-
-def test_a_scene_that_cannot_be_measured_is_refused():
-    with pytest.raises(ValueError, match="total_groups"):
-        replace(scene(), bounds=replace(scene().bounds, total_groups=13))
-    with pytest.raises(ValueError, match="window"):
-        scene(window=(5, 3))
 
 
 # -- slices -----------------------------------------------------------------------------------------------------------
@@ -383,8 +345,8 @@ LARGE = scene(
     [
         ({}, 4),
         ({"training": replace(LARGE.training, per_token_s=LARGE.training.per_token_s * 2)}, 4),
-        ({"scores": Scores(latency_s=Constant(0.3))}, 4),
-        ({"scores": Scores(latency_s=Constant(0.3), rate_per_s=900.0)}, 4),
+        ({"scores": Scores(latency_s=Measured((0.3,)))}, 4),
+        ({"scores": Scores(latency_s=Measured((0.3,)), rate_per_s=900.0)}, 4),
         # one engine is enough if it has as many groups to itself
         ({"generation": replace(LARGE.generation, replicas=3), "bounds": bounds(groups=240, steps=20)}, 1),
     ],
@@ -396,13 +358,11 @@ def test_a_slice_behaves_like_the_whole(monkeypatch, changes, replicas):
     whole = replace(LARGE, **changes)
     one, parts = slice_of(whole)
     assert (one.generation.replicas, one.bounds.groups_per_step, parts) == (replicas, 80, pytest.approx(3.0))
-    part, expected, found = simulate(one), simulate(whole), simulate_slice(whole)
+    expected, found = simulate(whole), simulate_slice(whole)
     assert found.samples_per_s == pytest.approx(expected.samples_per_s, rel=0.05)
     assert found.lag_mean == pytest.approx(expected.lag_mean, abs=0.3)
     assert found.engine_busy == pytest.approx(expected.engine_busy, abs=0.05)
     assert (found.groups, found.lives) == (expected.groups, expected.lives)
-    assert found.judge_refused == round(part.judge_refused * parts)
-    assert part.judge_limit is None or found.judge_limit == round(part.judge_limit * parts)
 
 
 def test_a_small_run_is_simulated_whole():

@@ -118,133 +118,84 @@ SLOW = Scoring(is_judge=True, per_s=47.4, latency_s=1.25, held_back=0.1)
 STARVED = {"train": 0.1, "wait_batch": 0.9}
 
 
+FEW_GROUPS = {"train": 0.33, "wait_batch": 0.67}, {"generate": 0.95, "wait_room": 0.05}
+HALF = {"train": 0.5, "wait_batch": 0.5}, {"generate": 1.0}
+MORE_ROOM = "; async_training.staleness_threshold above 3 or more groups a step"
+
+
 @pytest.mark.parametrize(
-    ("waits", "setting", "scoring", "words"),
+    ("waits", "scoring", "words"),
     [
         (
             JUDGED,
-            STREAMING,
             Scoring(is_judge=True, per_s=47.4, latency_s=1.0, held_back=1.0),
             "judge-bound: 62% of trainer time waits for verdicts; raising its rate limit to 90/s would lift throughput "
             "1.9x, where generation is the limit",
         ),
         (
             JUDGED,
-            STREAMING,
             SLOW,
             "judge-bound: 62% of trainer time waits for verdicts; async_training.staleness_threshold above 3, which "
             "hides its latency of 1.2 s, or a faster judge could lift throughput 1.9x, where generation is the limit",
         ),
+        (JUDGED, Scoring(is_judge=True), "(its rate was not measured) could"),
+        (JUDGED, Scoring(is_judge=True, per_s=47.4), "raising its rate limit to 90/s could lift"),
+        (JUDGED, Scoring(per_s=500.0, held_back=1.0), "raising reward.concurrency or reward.workers for 951/s would"),
+        (({"wait_batch": 1.0}, {"wait_reward": 1.0}), None, "not known: no other part has been seen at work"),
+        # the judge's limit is in use while a few groups are in generation
         (
-            JUDGED,
-            Setting(threshold=None),
-            SLOW,
-            "async_training.staleness_threshold raised, which hides its latency of 1.2 s, or a faster judge",
-        ),
-        (JUDGED, STREAMING, Scoring(is_judge=True), "(its rate was not measured) could"),
-        (JUDGED, STREAMING, Scoring(is_judge=True, per_s=47.4), "raising its rate limit to 90/s could lift"),
-        (
-            JUDGED,
-            STREAMING,
-            Scoring(per_s=500.0, held_back=1.0),
-            "raising reward.concurrency or reward.workers for 951/s would",
-        ),
-        (
-            ({"train": 0.0, "wait_batch": 1.0}, {"generate": 0.0, "wait_reward": 1.0}),
-            STREAMING,
-            None,
-            "not known: no other part has been seen at work",
-        ),
-        (
-            # the judge's limit is in use while a few groups are in generation
-            ({"train": 0.33, "wait_batch": 0.67}, {"generate": 0.95, "wait_room": 0.05}),
-            STREAMING,
+            FEW_GROUPS,
             Scoring(is_judge=True, per_s=5.0, held_back=1.0, slots_in_use=0.2),
             "judge-bound: 67% of trainer time waits for verdicts; raising its rate limit to 15/s would lift throughput "
             "3.0x",
         ),
-        (
-            ({"train": 0.33, "wait_batch": 0.67}, {"generate": 0.95, "wait_room": 0.05}),
-            STREAMING,
-            Scoring(is_judge=True, per_s=5.0, held_back=0.0, slots_in_use=0.2),
-            "generation-bound: ",
-        ),
+        (FEW_GROUPS, Scoring(is_judge=True, per_s=5.0, held_back=0.0, slots_in_use=0.2), "generation-bound: "),
         (
             ({"train": 0.6, "wait_batch": 0.4}, {"generate": 1.0}),
-            STREAMING,
             None,
             "generation-bound: 40% of trainer time waits for responses; 1.7x the generation speed (5 replicas instead "
             "of 3) would lift throughput up to 1.7x, where training is the limit",
         ),
         (
             ({"train": 0.98}, {"generate": 0.6, "wait_room": 0.4}),
-            STREAMING,
             None,
             "training-bound: 40% of generation time is held back so that samples stay fresh; 1.7x the training speed "
             "would lift throughput up to 1.7x, where generation is the limit",
         ),
         (
-            ({"train": 0.4, "wait_batch": 0.6}, {"generate": 0.5, "wait_room": 0.5}),
-            Setting(mode="sync"),
-            None,
-            "generation-bound: 60% of trainer time waits for responses; mode=fully_async would lift throughput up to "
-            "2.0x, where generation is the limit",
-        ),
-        (
             ({"train": 0.5, "pack": 0.4, "wait_batch": 0.1}, {"generate": 0.5, "wait_room": 0.3}),
-            STREAMING,
             None,
             "async_training.sync_every_steps = 2 would lift throughput 1.2x",
         ),
         (
             ({"train": 0.6, "save": 0.4}, {"generate": 0.5, "wait_room": 0.3}),
-            STREAMING,
             None,
             "trainer.save_every_steps = 40 would lift throughput 1.2x",
         ),
         (
             ({"train": 0.85, "wait_batch": 0.15}, {"generate": 0.97, "wait_reward": 0.15}),
-            STREAMING,
             None,
             "there is little to gain, as generation is busy 97% of the time",
         ),
-        (
-            ({"train": 0.5, "wait_batch": 0.5}, {"generate": 1.0}),
-            STREAMING,
-            Scoring(is_judge=True, in_use=0.8),
-            "1.2x, where the judge is the limit",
-        ),
-        (
-            ({"train": 0.5, "wait_batch": 0.5}, {"generate": 1.0}),
-            STREAMING,
-            Scoring(is_judge=True, in_use=0.99),
-            "there is little to gain, as the judge is busy 99% of the time",
-        ),
-        (
-            ({"train": 0.5, "wait_batch": 0.5}, {"generate": 1.0}),
-            STREAMING,
-            Scoring(is_judge=True),
-            "2.0x, where training is the limit",
-        ),
+        (HALF, Scoring(is_judge=True, in_use=0.8), "1.2x, where the judge is the limit"),
+        (HALF, Scoring(is_judge=True, in_use=0.99), "there is little to gain, as the judge is busy 99% of the time"),
+        (HALF, Scoring(is_judge=True), "2.0x, where training is the limit"),
         # engines with too little work: more of them would have less each
-        (
-            (STARVED, {"generate": 0.8, "wait_room": 0.2}),
-            STREAMING,
-            None,
-            "; async_training.staleness_threshold above 3 or more groups a step",
-        ),
-        (
-            (STARVED, {"generate": 1.0}),
-            STREAMING,
-            Scoring(slots_in_use=0.1),
-            "; async_training.staleness_threshold above 3 or more groups a step",
-        ),
-        ((STARVED, {"generate": 1.0}), STREAMING, Scoring(slots_in_use=1.0), "(30 replicas instead of 3)"),
+        ((STARVED, {"generate": 0.8, "wait_room": 0.2}), None, MORE_ROOM),
+        ((STARVED, {"generate": 1.0}), Scoring(slots_in_use=0.1), MORE_ROOM),
+        ((STARVED, {"generate": 1.0}), Scoring(slots_in_use=1.0), "(30 replicas instead of 3)"),
     ],
 )
-def test_the_remedy_fits_what_was_measured(waits, setting, scoring, words):
-    said = str(of(*waits, setting, scoring))
-    assert words in said
+def test_the_remedy_fits_what_was_measured(waits, scoring, words):
+    assert words in str(of(*waits, scoring=scoring))
+
+
+def test_the_remedy_fits_the_mode_and_an_unknown_threshold():
+    raised = "async_training.staleness_threshold raised, which hides its latency of 1.2 s, or a faster judge"
+    assert raised in str(of(*JUDGED, Setting(threshold=None), SLOW))
+    in_sync = str(of({"train": 0.4, "wait_batch": 0.6}, {"generate": 0.5, "wait_room": 0.5}, Setting(mode="sync")))
+    assert in_sync.startswith("generation-bound: 60% of trainer time waits for responses; mode=fully_async would lift")
+    assert in_sync.endswith(" throughput up to 2.0x, where generation is the limit")
 
 
 @pytest.mark.parametrize(

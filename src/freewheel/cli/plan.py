@@ -71,9 +71,9 @@ ONLY_WITH_MODEL = (
 )  # fmt: skip
 def _scores_from_flags(**given: Any) -> Any:
     """Return the judge that the flags describe, or None."""
-    from freewheel.plan.scene import Constant, Scores
+    from freewheel.plan.scene import Measured, Scores
 
-    latency = Constant(given.get("judge_latency", USUAL_LATENCY_S))
+    latency = Measured((given.get("judge_latency", USUAL_LATENCY_S),))
     judge = Scores(is_judge=True, latency_s=latency, rate_per_s=given.get("judge_rate"), knee=given.get("judge_knee"))
     return judge if given else None
 
@@ -144,7 +144,7 @@ def plan(
             remedy = f"the {planned.accelerators:,} that are planned are doubled again and again: give "
             raise ConfigError("--scale-to", scale_to, f"{remedy}{2 * planned.accelerators:,} or more, or 0 for none")
         if sys.stderr.isatty():
-            say(f"simulating {_title(planned).splitlines()[-1]}, which may take a minute")
+            say(f"simulating {_title(planned).splitlines()[-1]}, this may take a minute")
         rows = planned.splits()
         last = min(EIGHTFOLD * planned.accelerators, LARGEST) if scale_to is None else scale_to
         scaled = planned.scaling(last, rows)

@@ -16,11 +16,12 @@ extrapolated. Imports neither torch nor Ray.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median
+from typing import TypeVar
 
 import numpy as np
 
@@ -29,7 +30,6 @@ from freewheel.inspect.metrics import Numbers, RecordedMetrics
 from freewheel.inspect.trace import US, RecordedTrace
 from freewheel.plan.scene import (
     MESSAGE_S,
-    Beside,
     Generation,
     HandOver,
     Lognormal,
@@ -41,9 +41,10 @@ from freewheel.plan.scene import (
 )
 from freewheel.plan.simulation import simulate
 from freewheel.queue.staleness import Bounds
+from freewheel.rollout.engines import find_engine
 from freewheel.rollout.rollouter import PUT_LINGER_S
 from freewheel.runtime.bottleneck import HELD_BACK, held_back
-from freewheel.runtime.config import AsyncTrainingConfig
+from freewheel.runtime.config import AsyncTrainingConfig, TrainConfig
 
 # -- what a run recorded ----------------------------------------------------------------------------------------------
 
@@ -59,9 +60,9 @@ MOST_WARMING = 0.5
 """Largest share of a run's tokens that may be skipped as warm-up."""
 LARGEST = 1e18
 """No number of a run exceeds this."""
-ELAPSED, TRAIN, WAIT = "timing/elapsed_s", "timing/train_s", "timing/wait_batch_s"
+ELAPSED, TRAIN = "timing/elapsed_s", "timing/train_s"
 LENGTH = "rollout/response_length_mean"
-STEP_NUMBERS = ("step", ELAPSED, TRAIN, WAIT, LENGTH, "avg_sample_age", "max_sample_age")
+STEP_NUMBERS = ("step", ELAPSED, TRAIN, LENGTH)
 """Fields of a step's row. Rows without all of them, such as those of another version, are skipped."""
 COUNTERS = ("engine_busy_s", "generated_tokens", "reward_busy_s", "settled")
 JUDGE_NUMBERS = ("waiting", "queued", "in_flight", "limit")
@@ -80,9 +81,6 @@ class RecordedRun:
     """By step."""
     step_tokens: tuple[float, ...]
     """Trained tokens, by step."""
-    trainer_waits: float
-    lag_mean: float
-    lag_max: int
     replicas: int
     slots: int
     """Per replica."""
@@ -127,8 +125,6 @@ def read(run_dir: Path, *, n: int, groups_per_step: int, window: tuple[int, int]
         raise ConfigError("RUN", str(run_dir), remedy)
     first, last = window or (every[max(0, len(every) // 5 - 1)], every[-1])
     chosen = (steps["step"] > first) & (steps["step"] <= last)
-    if first not in every or not chosen.any():
-        raise ConfigError("window", (first, last), f"{run_dir} has not recorded these steps since it last began")
     within = {name: values[chosen].tolist() for name, values in steps.items()}
     elapsed_s = within[ELAPSED][-1] - steps[ELAPSED].tolist()[every.index(first)]
     step_s = elapsed_s / (within["step"][-1] - first)
@@ -138,21 +134,21 @@ def read(run_dir: Path, *, n: int, groups_per_step: int, window: tuple[int, int]
     if busy_s <= 0 or tokens <= 0:
         raise ConfigError("RUN", str(run_dir), "its engines have not said how long they were busy: let it run longer")
     made, judge = known[-1].rollouter, known[-1].rollouter.rewards.judge
-    parts = {part for part, _ in trace.spans} | {
-        phase.component for phases in trace.phases.values() for phase in phases
-    }
-    waited = {part for waits in metrics.waits for part in waits}
-    replicas = max(1, _count_rollouters(parts) or _count_rollouters(waited))
     phases = [phase for life in trace.phases.values() for phase in life]
-    seconds = {name: [(one.end_us - one.start_us) / US for one in phases if one.name == name] for name in PHASES}
+    parts = {part for part, _ in trace.spans} | {phase.component for phase in phases}
+    waited = {part for waits in metrics.waits for part in waits}
+    replicas = max(1, *(sum(part.startswith("rollouter") for part in found) for found in (parts, waited)))
+    seconds = defaultdict(list)
+    for phase in phases:
+        seconds[phase.name].append((phase.end_us - phase.start_us) / US)
     lengths = [float(one.args.tokens) for one in phases if one.name == "response" and one.args and one.args.tokens]
-    notes = []
+    latencies_s, notes = seconds["score"], []
     if not lengths:
         notes.append("single lengths are not recorded (observe.trace_every): every response has the mean length")
         lengths = [fmean(within[LENGTH])]
     scored_per_s = _scored_per_s(counted, replicas)
-    alone_s = [one.latency_p50_s for one in judge.endpoints if one.latency_p50_s > 0] if judge else []
-    latencies_s = alone_s if scored_per_s is not None and alone_s else seconds["score"]
+    if scored_per_s is not None and judge is not None:
+        latencies_s = [one.latency_p50_s for one in judge.endpoints if one.latency_p50_s > 0] or latencies_s
     if not latencies_s:
         notes.append("single scores are not recorded (observe.trace_every): each takes the mean time")
         latencies_s = [made.rewards.mean_latency_s]
@@ -161,9 +157,6 @@ def read(run_dir: Path, *, n: int, groups_per_step: int, window: tuple[int, int]
         step_s=step_s,
         train_s=tuple(within[TRAIN]),
         step_tokens=tuple(n * groups_per_step * length for length in within[LENGTH]),
-        trainer_waits=fmean(within[WAIT]) / step_s,
-        lag_mean=fmean(within["avg_sample_age"]),
-        lag_max=int(max(within["max_sample_age"])),
         replicas=replicas,
         slots=max(1, int(made.slots or replicas) // replicas),
         busy_per_token_s=busy_s / tokens,
@@ -179,10 +172,6 @@ def read(run_dir: Path, *, n: int, groups_per_step: int, window: tuple[int, int]
         shared_gpu=metrics.shared_gpu,
         notes=tuple(notes),
     )
-
-
-PHASES = ("score", "store")
-"""Phases of a group whose times are used."""
 
 
 def _since_restart(columns: Mapping[str, Numbers], *counters: str) -> dict[str, Numbers]:
@@ -206,20 +195,13 @@ def _scored_per_s(counted: Mapping[str, Numbers], replicas: int) -> float | None
     """Return the scores per second that limits let through; None if few responses waited for them."""
     rows = zip(*(counted[name].tolist() for name in JUDGE_NUMBERS), strict=True)
     waited = [
-        held_back(
-            {"waiting": waiting, "judge": {"queued": queued, "endpoints": [{"in_flight": in_flight, "limit": limit}]}},
-            is_judge=True,
-        )
-        for waiting, queued, in_flight, limit in rows
+        held_back({"waiting": waiting, "judge": {"queued": queued, "endpoints": [end]}}, is_judge=True)
+        for waiting, queued, end in ((*row[:2], dict(zip(JUDGE_NUMBERS[2:], row[2:], strict=True))) for row in rows)
     ]
     if fmean(one is True for one in waited) < HELD_BACK:
         return None
     busy_s, scored = _growth(counted["reward_busy_s"], counted["settled"])
     return scored / (busy_s / replicas) if busy_s > 0 and scored > 0 else None
-
-
-def _count_rollouters(parts: Iterable[str]) -> int:
-    return sum(part.startswith("rollouter") for part in parts)
 
 
 def _mean_span_s(trace: RecordedTrace, name: str) -> float:
@@ -229,11 +211,11 @@ def _mean_span_s(trace: RecordedTrace, name: str) -> float:
 
 def _response_ends(trace: RecordedTrace) -> Iterable[Sequence[tuple[float, float]]]:
     """Return (tokens, end in seconds) of each group's responses."""
-    ends: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    ends: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
     for ordinal, phases in trace.phases.items():
         for one in phases:
             if one.name == "response" and one.args and one.args.tokens is not None:
-                ends.setdefault((one.component, ordinal), []).append((one.args.tokens, one.end_us / US))
+                ends[one.component, ordinal].append((one.args.tokens, one.end_us / US))
     return ends.values()
 
 
@@ -259,55 +241,48 @@ MESSAGES = 4
 """Admit, put, take, commit."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunSettings:
-    """The part of a run's configuration that matters here. `bounds` includes the steps to simulate."""
-
-    bounds: Bounds
-    n: int
-    refill_slots: Callable[[int], int]
-    """How many of the engine's slots must be free before it refills them."""
-    interval_s: float
-    is_judge: bool = False
-
-
-def scene_of(recorded: RecordedRun, settings: RunSettings, *, generated: Measured | None = None) -> Scene:
-    """Return the run as it was. `generated`: lengths that the engine made, if only a part of them was trained on."""
+def scene_of(recorded: RecordedRun, config: TrainConfig, bounds: Bounds, *, generated: Measured | None = None) -> Scene:
+    """Return the run as it was. `bounds` includes the steps to simulate. `generated`: lengths that the engine made, if
+    only a part of them was trained on."""
     per_token_s = sum(recorded.train_s) / sum(recorded.step_tokens)
+    n, interval_s = config.rollout.n, config.async_training.batch_generation_interval
     steps = zip(recorded.train_s, recorded.step_tokens, strict=True)
-    lengths = Measured(_thin_out(recorded.lengths))
+    lengths = generated or Measured(_thin_out(recorded.lengths))
     scene = Scene(
-        bounds=settings.bounds,
-        n=settings.n,
-        lengths=generated or lengths,
-        trained_lengths=lengths if generated else None,
+        bounds=bounds,
+        n=n,
+        lengths=lengths,
         generation=Generation(
             replicas=recorded.replicas,
             slots=recorded.slots,
             step_s=recorded.decode_s or recorded.busy_per_token_s * recorded.slots,
-            refill=settings.refill_slots(recorded.slots),
+            refill=find_engine(config.rollout.engine).refill_slots(recorded.slots),
         ),
         scores=Scores(
-            is_judge=settings.is_judge,
+            is_judge=config.reward.judge is not None,
             latency_s=Measured(_thin_out(recorded.latencies_s)),
             rate_per_s=recorded.scored_per_s,
         ),
         training=Training(
-            per_token_s=per_token_s
-            * fmean(recorded.step_tokens)
-            / (settings.bounds.groups_per_step * settings.n * lengths.mean),
+            per_token_s=per_token_s * fmean(recorded.step_tokens) / (bounds.groups_per_step * n * lengths.mean),
             varies=Measured(tuple(took / (per_token_s * tokens) for took, tokens in steps)),
             pack_s=recorded.pack_s,
         ),
         weights=Weights(transfer_s=max(0.0, recorded.sync_s - recorded.load_s), pause_s=recorded.load_s),
-        hand_over=HandOver(message_s=recorded.put_s or MESSAGE_S, interval_s=settings.interval_s),
+        hand_over=HandOver(message_s=recorded.put_s or MESSAGE_S, interval_s=interval_s),
     )
-    scene = _fit_prompts(scene, recorded) if recorded.decode_s else _fit_step(scene, recorded)
-    return _fit_messages(scene, recorded) if settings.bounds.in_turns else scene
+    if recorded.decode_s:
+        scene = _fit_prompts(scene, recorded)
+    if scene.generation.prefill_s <= 0:
+        scene = _fit_step(scene, recorded)
+    if bounds.in_turns:
+        scene = _fit_messages(scene, recorded)
+    return scene
 
 
 def _fit_step(scene: Scene, recorded: RecordedRun) -> Scene:
     """Find the decoding step that gives the measured engine time per token."""
+    scene = replace(scene, generation=replace(scene.generation, prefill_s=0.0))
     for _ in range(REPLAYS):
         step_s = scene.generation.step_s * recorded.busy_per_token_s / simulate(scene).busy_per_token_s
         scene = replace(scene, generation=replace(scene.generation, step_s=step_s))
@@ -315,15 +290,12 @@ def _fit_step(scene: Scene, recorded: RecordedRun) -> Scene:
 
 
 def _fit_prompts(scene: Scene, recorded: RecordedRun) -> Scene:
-    """Find the cost of a prompt for a known decoding step. If the step alone takes more than measured, find the step
-    instead."""
-    tokens = scene.n * scene.lengths.mean
+    """Find the cost of a prompt for a known decoding step; not positive if the step alone takes more than measured."""
     for _ in range(REPLAYS):
-        missing_s = (recorded.busy_per_token_s - simulate(scene).busy_per_token_s) * tokens
-        prefill_s = scene.generation.prefill_s + missing_s
-        if prefill_s < 0:
-            return _fit_step(replace(scene, generation=replace(scene.generation, prefill_s=0.0)), recorded)
-        scene = replace(scene, generation=replace(scene.generation, prefill_s=prefill_s))
+        missing_s = (recorded.busy_per_token_s - simulate(scene).busy_per_token_s) * scene.n * scene.lengths.mean
+        scene = replace(scene, generation=replace(scene.generation, prefill_s=scene.generation.prefill_s + missing_s))
+        if scene.generation.prefill_s <= 0:
+            break
     return scene
 
 
@@ -339,20 +311,6 @@ def _fit_messages(scene: Scene, recorded: RecordedRun) -> Scene:
 def _thin_out(values: tuple[float, ...]) -> tuple[float, ...]:
     """Take values evenly over the run, because lengths change while a model learns."""
     return values[:: -(-len(values) // MOST_VALUES)]
-
-
-def beside(alone: Scene, together: RecordedRun, bounds: Bounds) -> Beside:
-    """Return how much the two sides slow each other down. `alone` was measured in a synchronous mode; `together` is the
-    same run with both sides at work, under `bounds`. Each side is slowed for as long as the other works."""
-    expected = simulate(replace(alone, bounds=bounds))
-    per_token_s = sum(together.train_s) / sum(together.step_tokens)
-    slower_training = per_token_s / (alone.training.per_token_s * alone.training.varies.mean)
-    slower_generation = together.busy_per_token_s / expected.busy_per_token_s
-    trains = sum(together.train_s) / (together.steps * together.step_s)
-    return Beside(
-        generation=max(1.0, 1 + (slower_generation - 1) / min(1.0, trains)),
-        training=max(1.0, 1 + (slower_training - 1) / expected.engine_busy),
-    )
 
 
 SCALING = 0.97
@@ -383,8 +341,6 @@ class MeasuredCluster:
 
     def scene(self, bounds: Bounds, *, trainers: int, generators: int) -> Scene:
         replicas = generators // self.per_replica
-        if replicas < 1 or trainers < 1:
-            raise ConfigError("split", f"{trainers} + {generators}", f"a replica needs {self.per_replica} to generate")
         run = self.run
         more = _count_busy(trainers, bounds, run.n) / _count_busy(self.trainers, run.bounds, run.n)
         speed = more * SCALING ** abs(math.log2(more)) if more > 1 else more
@@ -575,11 +531,6 @@ class TableCluster:
 
     def scene(self, bounds: Bounds, *, trainers: int, generators: int) -> Scene:
         replicas = generators // self.per_replica
-        if replicas < 1 or trainers < self.least_trainers:
-            remedy = (
-                f"{self.shape.name} needs at least {self.least_trainers} to train and {self.per_replica} to generate"
-            )
-            raise ConfigError("split", f"{trainers} + {generators}", remedy)
         work, interval_s = self.workload, AsyncTrainingConfig().batch_generation_interval
         busy = _count_busy(trainers, bounds, work.n)
         flops = self.accelerator.flops * MFU * busy * math.pow(SCALING, math.log2(busy))
@@ -617,21 +568,18 @@ class TableCluster:
         )
 
 
+Known = TypeVar("Known", Accelerator, Shape)
+
+
 def find_accelerator(name: str) -> Accelerator:
-    found = ACCELERATORS.get(name.lower())
-    if found is None:
-        raise ConfigError("--accelerator", name, f"give one of {', '.join(ACCELERATORS)}")
-    return found
+    return _find(name, ACCELERATORS, "--accelerator", "")
 
 
 def find_shape(name: str) -> Shape:
-    """Return a model by its size. An unknown one is refused with the nearest to the last number in its name."""
-    found = SHAPES.get(name.lower())
-    if found is not None:
-        return found
-    numbers = [float(one) for one in re.findall(r"\d+(?:\.\d+)?", name)]
-    meant = ""
-    if numbers and numbers[-1]:
-        near = min(SHAPES, key=lambda one: abs(math.log(float(one.removesuffix("b")) / numbers[-1])))
-        meant = f"did you mean {near}? "
-    raise ConfigError("--model", name, f"{meant}Give one of {', '.join(SHAPES)}: the nearest in size will do")
+    return _find(name, SHAPES, "--model", "; take the nearest size")
+
+
+def _find(name: str, known: Mapping[str, Known], flag: str, remedy: str) -> Known:
+    if name.lower() not in known:
+        raise ConfigError(flag, name, f"give one of {', '.join(known)}{remedy}")
+    return known[name.lower()]

@@ -18,7 +18,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Any, Literal
 
 import msgspec
 
@@ -27,7 +27,6 @@ from freewheel.inspect.run import find_run
 from freewheel.observe.run_folder import CONFIG
 from freewheel.plan.clusters import (
     MeasuredCluster,
-    RunSettings,
     TableCluster,
     Workload,
     find_accelerator,
@@ -38,9 +37,8 @@ from freewheel.plan.clusters import (
 from freewheel.plan.scene import Outcome, Scene, Scores
 from freewheel.plan.simulation import simulate_slice, slice_of
 from freewheel.queue.staleness import Bounds
-from freewheel.rollout.engines import find_engine
 from freewheel.runtime.bottleneck import Bound, Setting, Tried
-from freewheel.runtime.config import TrainConfig
+from freewheel.runtime.config import Mode, TrainConfig
 from freewheel.runtime.config_files import load, to_config
 from freewheel.runtime.placement import Gpu, Machine, place
 
@@ -54,12 +52,12 @@ ONE_GPU = Machine(cpus=1, memory_bytes=0, gpus=(Gpu(name="any", memory_bytes=0),
 SHARED = "training and generation shared one GPU"
 MAY_SHARE = "its settings let training and generation share one GPU, and it did not record whether they did"
 COUNTED = (
-    "each is counted as an accelerator of its own, as fast as it was beside the other, and no split is called measured"
+    "each counts as a separate accelerator with the speed it had on the shared one, and no split is called measured"
 )
 FEW_STEPS = 10
 """With fewer measured steps the figures come with a warning, because the first steps are a large part."""
 UNSURE = "the figures may be off by a factor"
-HELD_UP = "responses waited for the judge's limit, or for a permit, most of the time"
+HELD_BACK = "responses waited for the judge's limit, or for a free place, most of the time"
 
 
 AROUND = (0.0, -0.1, 0.1, -0.25, 0.25, -0.5, 0.5, -0.8, 1.0)
@@ -84,20 +82,8 @@ PRICED_SAMPLES = 1_000_000
 
 
 Basis = Literal["measured", "extrapolated"]
-
-
-class Plannable(Protocol):
-    """What can be split: `TableCluster` or `MeasuredCluster`."""
-
-    @property
-    def per_replica(self) -> int: ...
-
-    @property
-    def least_trainers(self) -> int: ...
-
-    def is_measured(self, bounds: Bounds, *, trainers: int, generators: int) -> bool: ...
-
-    def scene(self, bounds: Bounds, *, trainers: int, generators: int) -> Scene: ...
+Split = tuple[int, int]
+"""Number of trainers and of generators."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,10 +107,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         """Accelerator-hours per million samples."""
         return PRICED_SAMPLES / self.samples_per_s * self.accelerators / SECONDS_PER_HOUR
 
-    def cost(self, price_per_hour: float) -> float:
-        """Cost per million samples."""
-        return self.hours_per_million * price_per_hour
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
@@ -134,7 +116,7 @@ class _Job:
     trainers: int
     generators: int
     basis: Basis
-    setting: Setting
+    mode: Mode
     seed: int
 
     @property
@@ -156,9 +138,10 @@ class _Job:
         )
 
     def verdict_on(self, outcome: Outcome, tried: Tried | None = None) -> str:
-        scores = self.scene.scores
-        in_use = None if scores.per_s is None else outcome.scores_per_s / scores.per_s
-        return str(outcome.verdict(self.setting, is_judge=scores.is_judge, judge_in_use=in_use, tried=tried))
+        bounds, replicas = self.scene.bounds, self.scene.generation.replicas
+        every = bounds.steps_per_version
+        setting = Setting(mode=self.mode, replicas=replicas, threshold=bounds.threshold, sync_every_steps=every)
+        return str(outcome.verdict(setting, self.scene.scores, tried=tried))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +151,7 @@ class Planned:
     about: str
     """A description in words."""
     config: TrainConfig
-    cluster: Plannable
+    cluster: MeasuredCluster | TableCluster
     accelerators: int
     groups_per_step: int
     seed: int = 0
@@ -181,27 +164,25 @@ class Planned:
         rows = self._simulate(self.jobs(candidates_of(self.cluster, self.accelerators, bounds, len(AROUND)), bounds))
         if not rows:
             least = self.cluster.least_trainers + self.cluster.per_replica
-            raise ConfigError("--accelerators", self.accelerators, f"it takes {least} at least")
+            raise ConfigError("--accelerators", self.accelerators, f"this model needs at least {least}: give more")
         known = splits(self.cluster, self.accelerators)
         nearer = between(known, [row.trainers for row in rows], best(rows).trainers)
         rows += self._simulate(self.jobs(nearer, bounds))
         rows.append(self._try_remedy(rows.pop(rows.index(best(rows))), bounds))
         return sorted(rows, key=lambda row: row.trainers)
 
-    def scaling(self, last: int, known: Sequence[Row] = ()) -> list[Row]:
+    def scaling(self, last: int, known: Sequence[Row]) -> list[Row]:
         """Return the best split of each number of accelerators: the requested one, whose rows are `known`, doubled up
         to `last`, with as many groups per step for each accelerator. Empty if that is only one number."""
         counts = [self.accelerators]
         while counts[-1] * 2 <= last:
             counts.append(counts[-1] * 2)
-        if len(counts) == 1:
-            return []
         jobs = []
-        for count in counts[1:] if known else counts:
+        for count in counts[1:]:
             bounds = self.bounds(max(1, round(self.groups_per_step / self.accelerators * count)))
             jobs += self.jobs(candidates_of(self.cluster, count, bounds, NEARBY), bounds)
         rows = [*known, *self._simulate(jobs)]
-        return [best([row for row in rows if row.accelerators == count]) for count in counts]
+        return [best([row for row in rows if row.accelerators == count]) for count in counts if jobs]
 
     def bounds(self, groups_per_step: int) -> Bounds:
         """Return the bounds from the run's settings. With other numbers of groups, `max_queue_size` does not limit."""
@@ -212,35 +193,26 @@ class Planned:
         changes = {"trainer": {"groups_per_step": groups_per_step}, "async_training": {"max_queue_size": alive}}
         return changed(self.config, changes).bounds
 
-    def jobs(self, chosen: Iterable[tuple[int, int]], bounds: Bounds) -> list[_Job]:
-        found = []
-        for trainers, generators in chosen:
-            scene = self.cluster.scene(ending(bounds, LEAST_STEPS), trainers=trainers, generators=generators)
-            groups = slice_of(scene)[0].bounds.groups_per_step
-            if groups * scene.n > MOST_SAMPLES:
-                remedy = (
-                    f"{groups * scene.n:,} responses of a step would have to be simulated, and {MOST_SAMPLES:,} are "
-                    "the most: give fewer"
-                )
-                raise ConfigError("--groups-per-step", bounds.groups_per_step, remedy)
-            setting = Setting(
-                mode=self.config.mode,
-                replicas=scene.generation.replicas,
-                threshold=bounds.threshold,
-                sync_every_steps=bounds.steps_per_version,
+    def jobs(self, chosen: Iterable[Split], bounds: Bounds) -> list[_Job]:
+        return [self._job(trainers, generators, bounds) for trainers, generators in chosen]
+
+    def _job(self, trainers: int, generators: int, bounds: Bounds) -> _Job:
+        scene = self.cluster.scene(ending(bounds, LEAST_STEPS), trainers=trainers, generators=generators)
+        groups = slice_of(scene)[0].bounds.groups_per_step
+        if groups * scene.n > MOST_SAMPLES:
+            remedy = (
+                f"one step has {groups * scene.n:,} responses, and at most {MOST_SAMPLES:,} are simulated: give fewer"
             )
-            measured = self.cluster.is_measured(bounds, trainers=trainers, generators=generators)
-            found.append(
-                _Job(
-                    scene=replace(scene, bounds=ending(bounds, _steps(bounds, groups))),
-                    trainers=trainers,
-                    generators=generators,
-                    basis="measured" if measured else "extrapolated",
-                    setting=setting,
-                    seed=self.seed,
-                )
-            )
-        return found
+            raise ConfigError("--groups-per-step", bounds.groups_per_step, remedy)
+        measured = self.cluster.is_measured(bounds, trainers=trainers, generators=generators)
+        return _Job(
+            scene=replace(scene, bounds=ending(bounds, _steps(bounds, groups))),
+            trainers=trainers,
+            generators=generators,
+            basis="measured" if measured else "extrapolated",
+            mode=self.config.mode,
+            seed=self.seed,
+        )
 
     def _simulate(self, jobs: Sequence[_Job]) -> list[Row]:
         wanted = min(self.processes or os.cpu_count() or 1, len(jobs))
@@ -252,7 +224,7 @@ class Planned:
 
     def _try_remedy(self, row: Row, bounds: Bounds) -> Row:
         """Simulate the remedy of the verdict, so that its number is not only an estimate."""
-        (job,) = self.jobs([(row.trainers, row.generators)], bounds)
+        job = self._job(row.trainers, row.generators, bounds)
 
         def tried(part: Bound, speed: float) -> float:
             scene = job.scene
@@ -271,37 +243,31 @@ def best(rows: Sequence[Row]) -> Row:
     return max(rows, key=lambda row: (row.samples_per_s, -row.outcome.lag_mean))
 
 
-def splits(cluster: Plannable, accelerators: int) -> list[tuple[int, int]]:
-    """Return all possible (trainers, generators). What whole replicas leave over trains."""
-    found = []
-    for replicas in range(1, accelerators // cluster.per_replica + 1):
-        generators = replicas * cluster.per_replica
-        if accelerators - generators >= cluster.least_trainers:
-            found.append((accelerators - generators, generators))
-    return found
+def splits(cluster: MeasuredCluster | TableCluster, accelerators: int) -> list[Split]:
+    """Return all possible splits. Accelerators that fill no replica train."""
+    most = (accelerators - cluster.least_trainers) // cluster.per_replica
+    generators = [replicas * cluster.per_replica for replicas in range(1, most + 1)]
+    return [(accelerators - each, each) for each in generators]
 
 
-def candidates_of(cluster: Plannable, accelerators: int, bounds: Bounds, most: int) -> list[tuple[int, int]]:
+def candidates_of(cluster: MeasuredCluster | TableCluster, accelerators: int, bounds: Bounds, most: int) -> list[Split]:
     """Return the split that the closed form prefers and others around it, because the closed form is approximate."""
     known = splits(cluster, accelerators)
     if len(known) <= most:
         return known
     bounded = ending(bounds, LEAST_STEPS)
     guess = max(known, key=lambda one: cluster.scene(bounded, trainers=one[0], generators=one[1]).guess)
-    found: dict[tuple[int, int], None] = {}
-    for share in AROUND:
-        wanted = guess[1] * (1 + share)
-        found[min(known, key=lambda one: abs(one[1] - wanted))] = None
+    wanted = [guess[1] * (1 + share) for share in AROUND]
+    found = dict.fromkeys(min(known, key=lambda one: abs(one[1] - each)) for each in wanted)
     return sorted([*found][:most])
 
 
-def between(known: Sequence[tuple[int, int]], tried: Sequence[int], winner: int) -> list[tuple[int, int]]:
+def between(known: Sequence[Split], tried: Sequence[int], winner: int) -> list[Split]:
     """Return some splits on either side of the best one, up to its simulated neighbours."""
     below = max((one for one in tried if one < winner), default=winner)
     above = min((one for one in tried if one > winner), default=winner)
     found = [split for split in known if below < split[0] < above and split[0] != winner]
-    every = -(-len(found) // REFINED)
-    return found[::every] if found else []
+    return found[:: -(-len(found) // REFINED) or 1]
 
 
 def ending(bounds: Bounds, steps: int) -> Bounds:
@@ -317,21 +283,13 @@ def _steps(bounds: Bounds, groups: int) -> int:
 
 
 def of_run(
-    run: str,
-    *,
-    mode: str | None = None,
-    threshold: int | None = None,
-    sync_every_steps: int | None = None,
-    accelerators: int | None = None,
-    groups_per_step: int | None = None,
-    scores: Scores | None = None,
-    seed: int = 0,
+    run: str, *, accelerators: int | None = None, scores: Scores | None = None, seed: int = 0, **asked: Any
 ) -> Planned:
-    """Plan from a run. None keeps the run's own value."""
+    """Plan from a run. `asked`: the arguments of `_change`; None keeps the run's own value."""
     found = find_run(run)
     config = found.config or load(found.folder / CONFIG)  # raises with the reason
     recorded = read(found.folder, n=config.rollout.n, groups_per_step=config.trainer.groups_per_step)
-    scene = scene_of(recorded, settings_of(config))
+    scene = scene_of(recorded, config, ending(config.bounds, REPLAYED_STEPS))
     if scores is not None:
         scene = replace(scene, scores=scores)
     placed = place(config, ONE_GPU)
@@ -343,57 +301,37 @@ def of_run(
         per_replica=config.rollout.tensor_parallel_size * config.rollout.pipeline_parallel_size,
         as_measured=not shared and scores is None,
     )
-    split = f"{cluster.trainers} to train, {cluster.generators} to generate"
-    said = [*recorded.notes]
+    notes = [*recorded.notes]
     if shared:
-        said.append(f"{shared}: {COUNTED}")
+        notes.append(f"{shared}: {COUNTED}")
     if scores is None and recorded.scored_per_s is not None:
-        said.append(f"{HELD_UP}: scoring is bounded by the {recorded.scored_per_s:.3g}/s that were measured")
+        notes.append(f"{HELD_BACK}: scoring is limited to the measured {recorded.scored_per_s:.3g}/s")
     if recorded.steps < FEW_STEPS:
-        said.append(f"{FEW_STEPS} steps or more tell what a run gives, and {recorded.steps} were measured: {UNSURE}")
-    notes = "".join(f"\nnote: {note}" for note in said)
-    asked = _asked(config, mode, threshold, sync_every_steps, groups_per_step)
+        notes.append(f"only {recorded.steps} steps were measured: {UNSURE}. {FEW_STEPS} or more are enough")
+    split = f"{cluster.trainers} to train, {cluster.generators} to generate"
+    about = [f"{found.folder}, measured over {recorded.steps} steps ({split})", *(f"note: {note}" for note in notes)]
+    config = _change(config, **asked)
     return Planned(
-        about=f"{found.folder}, measured over {recorded.steps} steps ({split}){notes}",
-        config=asked,
+        about="\n".join(about),
+        config=config,
         cluster=cluster,
         accelerators=accelerators or cluster.trainers + cluster.generators,
-        groups_per_step=asked.trainer.groups_per_step,
+        groups_per_step=config.trainer.groups_per_step,
         seed=seed,
     )
 
 
 def of_model(
-    model: str,
-    accelerator_name: str,
-    accelerators: int,
-    work: Workload,
-    *,
-    mode: str | None = None,
-    threshold: int | None = None,
-    sync_every_steps: int | None = None,
-    seed: int = 0,
+    model: str, accelerator_name: str, accelerators: int, work: Workload, *, seed: int = 0, **asked: Any
 ) -> Planned:
     cluster = TableCluster(accelerator=find_accelerator(accelerator_name), shape=find_shape(model), workload=work)
-    config = changed(_asked(TrainConfig(), mode, threshold, sync_every_steps), {"rollout": {"n": work.n}})
     return Planned(
         about=f"{cluster.shape.name} on {accelerators:,} x {cluster.accelerator.name} ({cluster.accelerator.source})",
-        config=config,
+        config=changed(_change(TrainConfig(), **asked), {"rollout": {"n": work.n}}),
         cluster=cluster,
         accelerators=accelerators,
         groups_per_step=work.groups_per_step,
         seed=seed,
-    )
-
-
-def settings_of(config: TrainConfig, *, steps: int = REPLAYED_STEPS) -> RunSettings:
-    """Return what the replay of a run needs from its configuration."""
-    return RunSettings(
-        bounds=ending(config.bounds, steps),
-        n=config.rollout.n,
-        refill_slots=find_engine(config.rollout.engine).refill_slots,
-        interval_s=config.async_training.batch_generation_interval,
-        is_judge=config.reward.judge is not None,
     )
 
 
@@ -405,24 +343,25 @@ def changed(config: TrainConfig, changes: Mapping[str, object]) -> TrainConfig:
     return to_config(values)
 
 
-def _asked(
+def _change(
     config: TrainConfig,
-    mode: str | None,
-    threshold: int | None,
-    sync_every_steps: int | None,
+    *,
+    mode: str | None = None,
+    threshold: int | None = None,
+    sync_every_steps: int | None = None,
     groups_per_step: int | None = None,
 ) -> TrainConfig:
-    """Check the changes as `freewheel train` would: what it refuses cannot be planned."""
+    """Return the configuration with these settings. Raises what `freewheel train` would raise."""
     given: dict[str, object] = {}
     if threshold is not None:
         given["staleness_threshold"] = threshold
         given["max_staleness_allowed"] = max(config.async_training.max_staleness_allowed, threshold)
     if sync_every_steps is not None:
         given["sync_every_steps"] = sync_every_steps
-    asked = changed(config, {"mode": mode or config.mode, "async_training": given})
+    config = changed(config, {"mode": mode or config.mode, "async_training": given})
     if groups_per_step is None:
-        return asked
+        return config
     try:
-        return changed(asked, {"trainer": {"groups_per_step": groups_per_step}})
+        return changed(config, {"trainer": {"groups_per_step": groups_per_step}})
     except ConfigError as error:
         raise ConfigError("--groups-per-step", groups_per_step, f"freewheel train would refuse it: {error}") from error

@@ -7,8 +7,7 @@ scaling ─▶ samples/s by accelerators, log-log ───────┴▶ tw
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from xml.sax.saxutils import escape
 
@@ -25,54 +24,42 @@ EXPLAINED = {
 }
 
 
-def table(rows: Sequence[Row], *, price: float | None = None, marks: bool = True) -> str:
+def table(rows: Sequence[Row], *, price: float | None = None) -> str:
     """Return the splits, one line each, with the best one marked."""
     winner = best(rows)
-    top = winner.samples_per_s
-    head = ["", "train", "generate", "samples/s", "", "tokens/s", "trainer waits", "engines wait", "lag", "most"]
-    head += ["hours/1M", *(["cost/1M"] if price is not None else []), "basis"]
-    cells = [head]
-    for row in rows:
-        found = row.outcome
-        line = [
-            "*" if marks and row is winner else "",
-            f"{row.trainers:,}",
-            f"{row.generators:,}",
-            _number(row.samples_per_s),
-            "█" * max(1, round(BAR * row.samples_per_s / top)),
-            _number(found.tokens_per_s),
-            f"{found.trainer_waits:.0%}",
-            f"{found.generation_waits:.0%}",
-            f"{found.lag_mean:.1f}",
-            f"{found.lag_max}",
-            _number(row.hours_per_million),
-        ]
-        cells.append([*line, *([_number(row.cost(price))] if price is not None else []), row.basis])
-    return _aligned(cells, left=(0, 4, len(head) - 1))
+    columns: dict[str, Cell] = {
+        "": lambda row: "*" if row is winner else "",
+        "train": lambda row: f"{row.trainers:,}",
+        "generate": lambda row: f"{row.generators:,}",
+        "samples/s": lambda row: _number(row.samples_per_s),
+        " ": lambda row: "█" * max(1, round(BAR * row.samples_per_s / winner.samples_per_s)),
+        "tokens/s": lambda row: _number(row.outcome.tokens_per_s),
+        "trainer waits": lambda row: f"{row.outcome.trainer_waits:.0%}",
+        "engines wait": lambda row: f"{row.outcome.generation_waits:.0%}",
+        "lag": lambda row: f"{row.outcome.lag_mean:.1f}",
+        "most": lambda row: f"{row.outcome.lag_max}",
+        "hours/1M": lambda row: _number(row.hours_per_million),
+    }
+    if price is not None:
+        columns["cost/1M"] = lambda row: _number(row.hours_per_million * price)
+    return _aligned(rows, {**columns, "basis": lambda row: row.basis})
 
 
 def scaling_table(rows: Sequence[Row]) -> str:
     """Return the best split of each number of accelerators, and its share of linear scaling."""
-    first = rows[0]
-    cells = [
-        ["accelerators", "train", "generate", "groups/step", "samples/s", "of linear", "lag", "basis", "held up by"]
-    ]
-    for row in rows:
-        linear = row.samples_per_s / row.accelerators / (first.samples_per_s / first.accelerators)
-        cells.append(
-            [
-                f"{row.accelerators:,}",
-                f"{row.trainers:,}",
-                f"{row.generators:,}",
-                f"{row.groups_per_step:,}",
-                _number(row.samples_per_s),
-                f"{linear:.0%}",
-                f"{row.outcome.lag_mean:.1f}",
-                row.basis,
-                row.verdict.partition(":")[0],
-            ]
-        )
-    return _aligned(cells, left=(7, 8))
+    first = rows[0].samples_per_s / rows[0].accelerators
+    columns: dict[str, Cell] = {
+        "accelerators": lambda row: f"{row.accelerators:,}",
+        "train": lambda row: f"{row.trainers:,}",
+        "generate": lambda row: f"{row.generators:,}",
+        "groups/step": lambda row: f"{row.groups_per_step:,}",
+        "samples/s": lambda row: _number(row.samples_per_s),
+        "of linear": lambda row: f"{row.samples_per_s / row.accelerators / first:.0%}",
+        "lag": lambda row: f"{row.outcome.lag_mean:.1f}",
+        "basis": lambda row: row.basis,
+        "bottleneck": lambda row: row.verdict.partition(":")[0],
+    }
+    return _aligned(rows, columns)
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -97,7 +84,7 @@ def as_json(row: Row, price: float | None = None) -> dict[str, Any]:
     plain: dict[str, Any] = msgspec.to_builtins(row)
     derived = {"samples_per_s": row.samples_per_s, "tokens_per_s": row.outcome.tokens_per_s}
     derived |= {"step_s": row.outcome.step_s, "hours_per_million": row.hours_per_million}
-    return plain | derived | ({"cost_per_million": row.cost(price)} if price is not None else {})
+    return plain | derived | ({"cost_per_million": row.hours_per_million * price} if price is not None else {})
 
 
 def _number(value: float) -> str:
@@ -108,16 +95,17 @@ def _seconds(value: float) -> str:
     return f"{value:.1f} s" if value >= 1 else f"{value * 1000:.0f} ms"
 
 
-def _aligned(cells: Sequence[Sequence[str]], *, left: Sequence[int]) -> str:
-    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in cells
-    ]
-    return "\n".join(line.rstrip() for line in lines)
+Cell = Callable[[Row], str]
+LEFT_ALIGNED = ("", " ", "basis", "bottleneck")
+
+
+def _aligned(rows: Sequence[Row], columns: Mapping[str, Cell]) -> str:
+    cells = []
+    for head, cell in columns.items():
+        column = [head.strip(), *map(cell, rows)]
+        width, place = max(map(len, column)), str.ljust if head in LEFT_ALIGNED else str.rjust
+        cells.append([place(text, width) for text in column])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*cells, strict=True))
 
 
 WIDTH, HEIGHT, GAP = 460, 300, 24
@@ -138,53 +126,36 @@ MARKS = 4
 """Approximate number of grid lines of an axis."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Panel:
-    """A picture of rows: `x` of each, and its samples per second. Measured points are filled, others hollow."""
-
-    title: str
-    x_label: str
-    label: str
-    rows: Sequence[Row]
-    x: str
-    """The attribute of a row on the x axis."""
-    is_scaling: bool = False
-    """Both axes are logarithmic, and a line shows linear scaling from the first row."""
-
-    @property
-    def points(self) -> list[tuple[float, float]]:
-        return [(float(getattr(row, self.x)), row.samples_per_s) for row in self.rows]
-
-    def draw(self) -> list[str]:
-        points, linear = self.points, []
-        if self.is_scaling:
-            (first, rate), (last, _) = points[0], points[-1]
-            linear = [(first, rate), (last, rate / first * last)]
-        x_axis = Axis([x for x, _ in points], LEFT, WIDTH - RIGHT, is_log=self.is_scaling)
-        y_axis = Axis([y for _, y in [*points, *linear]], HEIGHT - BOTTOM, TOP, is_log=self.is_scaling)
-        parts = [_text(LEFT, 16, self.title, weight="600", size=13)]
-        for value in y_axis.ticks:
-            at = y_axis.place(value)
-            parts.append(_path([(LEFT, at), (WIDTH - RIGHT, at)], "grid"))
-            parts.append(_text(LEFT - 6, at + 4, f"{value:,g}", anchor="end"))
-        for value in x_axis.ticks:
-            parts.append(_text(x_axis.place(value), HEIGHT - BOTTOM + 16, f"{value:,g}", anchor="middle"))
-        parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, self.x_label, anchor="middle"))
-        parts.append(_text(WIDTH - RIGHT, 16, "● measured  ○ extrapolated", anchor="end", kind="faint"))
-        is_measured = all(row.basis == "measured" for row in self.rows)
-        curves = [("linear", linear, "faint", "4 3")] if linear else []
-        curves.append((self.label, points, "accent", "" if is_measured else "5 3"))
-        legend = float(LEFT)
-        for label, curve, colour, dashes in curves:
-            parts.append(_path([(legend, 36), (legend + 16, 36)], colour, dashes))
-            parts.append(_text(legend + 22, 40, label))
-            legend += 40 + 6.2 * len(label)
-            parts.append(_path([(x_axis.place(x), y_axis.place(y)) for x, y in curve], colour, dashes))
-        for row, (x, y) in zip(self.rows, points, strict=True):
-            filled = "full" if row.basis == "measured" else "hollow"
-            place = f'cx="{x_axis.place(x):.1f}" cy="{y_axis.place(y):.1f}"'
-            parts.append(f'<circle class="accent {filled}" {place} r="3.5" stroke-width="1.5"/>')
-        return parts
+def _panel(title: str, x_name: str, label: str, rows: Sequence[Row], *, by: str, is_scaling: bool = False) -> list[str]:
+    """Draw samples per second by the attribute `by`. Measured points are filled, others hollow. `is_scaling`: both axes
+    are logarithmic, and a line shows linear scaling from the first row."""
+    points = [(float(getattr(row, by)), row.samples_per_s) for row in rows]
+    curves = [(label, points, "accent", "" if all(row.basis == "measured" for row in rows) else "5 3")]
+    if is_scaling:
+        (first, rate), (last, _) = points[0], points[-1]
+        curves.insert(0, ("linear", [(first, rate), (last, rate / first * last)], "faint", "4 3"))
+    x_axis = Axis([x for x, _ in points], LEFT, WIDTH - RIGHT, is_log=is_scaling)
+    y_axis = Axis([y for _, curve, _, _ in curves for _, y in curve], HEIGHT - BOTTOM, TOP, is_log=is_scaling)
+    parts = [_text(LEFT, 16, title, 'font-weight="600" font-size="13"')]
+    for value in y_axis.ticks:
+        at = y_axis.place(value)
+        parts.append(_path([(LEFT, at), (WIDTH - RIGHT, at)], "grid"))
+        parts.append(_text(LEFT - 6, at + 4, f"{value:,g}", 'text-anchor="end"'))
+    for value in x_axis.ticks:
+        parts.append(_text(x_axis.place(value), HEIGHT - BOTTOM + 16, f"{value:,g}", 'text-anchor="middle"'))
+    parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, x_name, 'text-anchor="middle"'))
+    parts.append(_text(WIDTH - RIGHT, 16, "● measured  ○ extrapolated", 'class="faint" text-anchor="end"'))
+    legend = float(LEFT)
+    for name, curve, colour, dashes in curves:
+        parts.append(_path([(legend, 36), (legend + 16, 36)], colour, dashes))
+        parts.append(_text(legend + 22, 40, name))
+        legend += 40 + 6.2 * len(name)
+        parts.append(_path([(x_axis.place(x), y_axis.place(y)) for x, y in curve], colour, dashes))
+    for row, (x, y) in zip(rows, points, strict=True):
+        filled = "full" if row.basis == "measured" else "hollow"
+        place = f'cx="{x_axis.place(x):.1f}" cy="{y_axis.place(y):.1f}"'
+        parts.append(f'<circle class="accent {filled}" {place} r="3.5" stroke-width="1.5"/>')
+    return parts
 
 
 class Axis:
@@ -219,48 +190,29 @@ def draw(splits: Sequence[Row], scaled: Sequence[Row] = (), *, title: str) -> st
     winner = best(splits)
     said = f"Of {winner.accelerators:,} accelerators, {winner.trainers:,} that train and {winner.generators:,} that "
     said += f"generate give the most: {winner.samples_per_s:,.0f} samples a second."
-    panels = [
-        Panel(
-            title=f"Samples/s by split of {winner.accelerators:,}",
-            x_label="accelerators that train",
-            label=f"best: {winner.trainers:,} train, {winner.generators:,} generate",
-            rows=splits,
-            x="trainers",
-        )
-    ]
+    label = f"best: {winner.trainers:,} train, {winner.generators:,} generate"
+    heading = f"Samples/s by split of {winner.accelerators:,}"
+    panels = [_panel(heading, "accelerators that train", label, splits, by="trainers")]
     if len(scaled) > 1:
         said += f" {scaled[-1].accelerators:,} give {scaled[-1].samples_per_s:,.0f}."
-        of_sizes = Panel(
-            title="Samples/s by size",
-            x_label="accelerators",
-            label="simulated, best split",
-            rows=scaled,
-            x="accelerators",
-            is_scaling=True,
-        )
-        panels.append(of_sizes)
+        label = "simulated, best split"
+        panels.append(_panel("Samples/s by size", "accelerators", label, scaled, by="accelerators", is_scaling=True))
     width = len(panels) * (WIDTH + GAP) - GAP
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {HEIGHT}" width="{width}" height="{HEIGHT}" '
-        'role="img" aria-labelledby="t d">',
+        'font-size="11" role="img" aria-labelledby="t d">',
         f'<title id="t">{escape(title)}</title>',
         f'<desc id="d">{escape(said)}</desc>',
         STYLE,
         f'<rect class="paper" width="{width}" height="{HEIGHT}"/>',
     ]
     for place, panel in enumerate(panels):
-        parts += [f'<g transform="translate({place * (WIDTH + GAP)} 0)">', *panel.draw(), "</g>"]
+        parts += [f'<g transform="translate({place * (WIDTH + GAP)} 0)">', *panel, "</g>"]
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _text(
-    x: float, y: float, said: str, *, anchor: str = "start", weight: str = "400", size: int = 11, kind: str = ""
-) -> str:
-    of_kind = f' class="{kind}"' if kind else ""
-    return (
-        f'<text{of_kind} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-weight="{weight}" font-size="{size}">'
-        f"{escape(said)}</text>"
-    )
+def _text(x: float, y: float, said: str, style: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(said)}</text>'
 
 
 def _path(points: Sequence[tuple[float, float]], colour: str, dashes: str = "") -> str:

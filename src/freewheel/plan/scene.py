@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -33,27 +32,6 @@ HALVINGS = 60
 
 
 Values = np.ndarray[tuple[int], np.dtype[np.float64]]
-
-
-class Draw(Protocol):
-    @property
-    def mean(self) -> float: ...
-
-    def block(self, rng: np.random.Generator, count: int) -> Values: ...
-
-
-@dataclass(frozen=True)
-class Constant:
-    """Always the same value."""
-
-    value: float
-
-    @property
-    def mean(self) -> float:
-        return self.value
-
-    def block(self, rng: np.random.Generator, count: int) -> Values:
-        return np.full(count, self.value)
 
 
 @dataclass(frozen=True)
@@ -96,7 +74,7 @@ class Lognormal:
 
 @dataclass(frozen=True)
 class Measured:
-    """Draws one of the measured values, each with its frequency."""
+    """Draws one of the given values, each with its frequency."""
 
     values: tuple[float, ...]
 
@@ -110,6 +88,9 @@ class Measured:
 
     def block(self, rng: np.random.Generator, count: int) -> Values:
         return rng.choice(np.asarray(self.values, dtype=np.float64), count)
+
+
+Draw = Lognormal | Measured
 
 
 def stream(draw: Draw, rng: np.random.Generator) -> Iterator[float]:
@@ -130,7 +111,7 @@ def _phi(z: float) -> float:
 
 MESSAGE_S = 0.005
 """Default: a call between Ray actors with a batch takes some milliseconds."""
-AT_ONCE, STEADY = Constant(0.0), Constant(1.0)
+AT_ONCE, STEADY = Measured((0.0,)), Measured((1.0,))
 """No latency; a factor that does not vary."""
 
 
@@ -173,10 +154,6 @@ class Scores:
     """Beyond this many requests at a time each one gets a smaller share of the judge."""
     rate_per_s: float | None = None
     """The judge answers 429 beyond this many requests per second; the pacer knows it (`requests_per_minute`)."""
-
-    @property
-    def is_limited(self) -> bool:
-        return self.knee is not None or self.rate_per_s is not None
 
     @property
     def per_s(self) -> float | None:
@@ -239,13 +216,11 @@ class Scene:
     """One run."""
 
     bounds: Bounds
-    """Its `total_groups` ends the simulation."""
+    """Its `total_groups`, a multiple of `groups_per_step`, ends the simulation."""
     n: int
     """Responses per prompt."""
     lengths: Draw
-    """Tokens that the engine generates per response."""
-    trained_lengths: Draw | None = None
-    """Tokens that are trained on, if they differ."""
+    """Tokens per response."""
     generation: Generation
     scores: Scores = field(default_factory=Scores)
     training: Training
@@ -254,13 +229,6 @@ class Scene:
     beside: Beside = field(default_factory=Beside)
     window: tuple[int, int] | None = None
     """Steps to measure between. None: leave out what fills and empties the pipeline."""
-
-    def __post_init__(self) -> None:
-        if self.bounds.total_groups is None or self.bounds.total_groups % self.bounds.groups_per_step:
-            raise ValueError(f"total_groups = {self.bounds.total_groups}: give a multiple of groups_per_step")
-        first, last = self.measured
-        if not 0 <= first < last <= self.steps:
-            raise ValueError(f"window = {self.window}: give two steps of the {self.steps}, the earlier first")
 
     @property
     def steps(self) -> int:
@@ -279,8 +247,7 @@ class Scene:
     @property
     def tokens_per_step(self) -> float:
         """Mean tokens that the trainer computes."""
-        lengths = self.trained_lengths or self.lengths
-        return self.bounds.groups_per_step * self.n * (lengths.mean + self.training.prompt_tokens)
+        return self.bounds.groups_per_step * self.n * (self.lengths.mean + self.training.prompt_tokens)
 
     @property
     def capacities(self) -> dict[str, float]:
@@ -319,17 +286,11 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     lag_max: int
     lag_counts: list[int]
     """Number of groups by lag at training."""
-    ready_mean: float
-    """Mean number of ready groups at the start of a step."""
     scores_per_s: float
     held_back: float | None = None
     """Share of the whole run in which responses waited for the judge's limit; None without a limit."""
     slots_in_use: float
     """Mean share of the engines' slots in use."""
-    judge_limit: int | None = None
-    """The limiter's final limit; None for a judge without limits."""
-    judge_refused: int = 0
-    """429s of the whole run."""
     whole_s: float
     """From the start to the end of the last step."""
     busy_per_token_s: float
@@ -361,20 +322,13 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     def generation_waits(self) -> float:
         return 1 - self.engine_busy
 
-    def verdict(
-        self,
-        setting: Setting,
-        *,
-        is_judge: bool = False,
-        judge_in_use: float | None = None,
-        tried: Tried | None = None,
-    ) -> Verdict:
-        """Return the verdict that such a run would show. `judge_in_use`: share of the judge's capacity in use."""
+    def verdict(self, setting: Setting, scores: Scores, *, tried: Tried | None = None) -> Verdict:
+        """Return the verdict that such a run would show."""
         scoring = Scoring(
-            is_judge=is_judge,
+            is_judge=scores.is_judge,
             per_s=self.scores_per_s,
             held_back=self.held_back or 0.0,
-            in_use=judge_in_use,
+            in_use=None if scores.per_s is None else self.scores_per_s / scores.per_s,
             slots_in_use=self.slots_in_use,
         )
         return verdict(self.waits, setting, scoring, tried=tried)

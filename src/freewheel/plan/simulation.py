@@ -17,11 +17,8 @@ so many end at once and one event serves them all.
 `freewheel.queue.message_queue` (a test compares them), which searches linearly and is too slow for thousands of
 replicas.
 
-`LimitedJudge` scores under limits, asked by the judge engine's own limiter and pacer, one for all replicas:
-
-    submit ─▶ waiting ─ Pacer.ready_at, Limiter.has_room ─▶ ProcessorSharing ─ done ─▶ scored
-                 ▲                                              │ refused
-                 └──── backoff_s, the slot is free ◀────────────┘
+`JudgeQueue` answers scoring requests in order, within the limits of a judge. In a run `freewheel.judge.limiter` finds
+these limits, so requests wait here and none is refused.
 
 `simulate_slice` simulates a large run by a proportional slice: engines are alike, so a tenth of the engines and a tenth
 of the groups and of the judge's rate behaves like the whole, as long as there are enough of each to average over. Times
@@ -32,7 +29,6 @@ from __future__ import annotations
 
 import heapq
 import math
-import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -43,17 +39,10 @@ import msgspec
 import numpy as np
 
 from freewheel.data.group import Ticket
-from freewheel.judge.limiter import Limiter
-from freewheel.judge.limiter import Ticket as JudgeTicket
-from freewheel.judge.pacing import MINUTE_S, Pacer, backoff_s
-from freewheel.judge.testing.profile import ProcessorSharing
 from freewheel.plan.scene import Generation, Outcome, Scene, Scores, stream, whole_stream
 from freewheel.queue.message_queue import TicketRequest
 from freewheel.queue.staleness import StalenessPolicy
 from freewheel.rollout.rollouter import Lookahead
-
-REFUSAL_S = 0.02
-"""Time of a judge's refusal: a network round trip and no work."""
 
 
 class Timer:
@@ -88,15 +77,11 @@ class Simulation:
         self.scene = scene
         self.policy = StalenessPolicy(scene.bounds)
         self.now = 0.0
-        lengths, latencies, trained, varies = (np.random.default_rng([seed, part]) for part in range(4))
+        lengths, latencies, _, varies = (np.random.default_rng([seed, part]) for part in range(4))
         self._lengths = whole_stream(scene.lengths, lengths)
         self._latencies = stream(scene.scores.latency_s, latencies)
-        self._trained_lengths: Iterator[int] | None = None
-        if scene.trained_lengths is not None:
-            self._trained_lengths = whole_stream(scene.trained_lengths, trained)
         self._varies = stream(scene.training.varies, varies)
-        self._judge = LimitedJudge(scene.scores, self._latencies, seed) if scene.scores.is_limited else None
-        self._judge_timer = Timer()
+        self._judge = JudgeQueue(scene.scores)
         self._events: list[Event] = []
         self._order = count()
         self._replicas = [
@@ -125,6 +110,7 @@ class Simulation:
         # synchronizer
         self._pending: int | None = None
         self._loading = False
+        self._paused_at = math.inf
 
     def run(self) -> Outcome:
         for replica in self._replicas:
@@ -215,51 +201,21 @@ class Simulation:
             self._busy(-1)
         self._expect(replica)
         replica.lookahead.release(len(ended))
-        if self._judge is None:
-            now, latencies = self.now, self._latencies
-            for group in ended:
-                scored_at = now + next(latencies)
-                if scored_at > group.scored_at:
-                    group.scored_at = scored_at
-                group.unmade -= 1
-                if not group.unmade:
-                    self._made(replica)
-                    self._at(group.scored_at, self._scored_whole, group)
-            self._sums["scored"] += len(ended)
-        else:
-            for group in ended:
-                self._judge.submit(group)
-                group.unmade -= 1
-                if not group.unmade:
-                    self._made(replica)
-            self._ask_judge()
+        for group in ended:
+            group.scored_at = max(group.scored_at, self._judge.answer_at(self.now, next(self._latencies)))
+            group.unmade -= 1
+            if not group.unmade:
+                replica.generating -= 1
+                if not replica.generating:
+                    replica.note(self.now)
+                self._at(group.scored_at, self._scored_whole, group)
         if replica.resting and replica.lookahead.has_room:
             self._ask(replica)
-
-    def _made(self, replica: Replica) -> None:
-        """Handle a group that left the engine."""
-        replica.generating -= 1
-        if not replica.generating:
-            replica.note(self.now)
-
-    # -- scoring ------------------------------------------------------------------------------------------------------
-
-    def _ask_judge(self, _: None = None) -> None:
-        judge = self._judge
-        assert judge is not None
-        for group in judge.pump(self.now):
-            self._sums["scored"] += 1
-            group.unscored -= 1
-            if not group.unscored and not group.unmade:
-                self._scored_whole(group)
-        self._judge_timer.cancel()
-        at = judge.next_at()
-        if at < math.inf:
-            self._at(max(at, self.now), self._ask_judge, None, self._judge_timer)
 
     def _scored_whole(self, group: Group) -> None:
         """Send a completely scored group to the queue, with others that finish at the same time."""
         replica = self._replicas[group.replica]
+        self._sums["scored"] += self.scene.n
         replica.making -= 1
         replica.mail.append(group)
         if not replica.making:
@@ -278,7 +234,7 @@ class Simulation:
             self.policy.finish(group.sequence)
             self._stored[group.sequence] = group
         self._take()
-        self._look_settled()
+        self._bring()
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -305,8 +261,6 @@ class Simulation:
             sums["wait_batch"] += self.now - self._idle_since
             self._idle_since = None
         self._begun += 1
-        sums["steps"] += 1
-        sums["ready"] += self.policy.ready
         version, bounds = self._version, self.scene.bounds
         for group in groups:
             lag = version - group.version
@@ -323,12 +277,8 @@ class Simulation:
         self._take()
 
     def _tokens_of(self, groups: list[Group]) -> float:
-        samples = len(groups) * self.scene.n
-        prompts = samples * self.scene.training.prompt_tokens
-        if self._trained_lengths is None:
-            return prompts + sum(group.tokens for group in groups)
-        lengths = self._trained_lengths
-        return prompts + sum(next(lengths) for _ in range(samples))
+        prompts = len(groups) * self.scene.n * self.scene.training.prompt_tokens
+        return prompts + sum(group.tokens for group in groups)
 
     def _expect_trained(self) -> None:
         self._at(self.now + self._work_s * self._pace, self._trained, None, self._train_timer)
@@ -339,16 +289,15 @@ class Simulation:
         self._steps_done += 1
         self._mark(self._steps_done)
         self._slow_engines(1.0)
-        completes = self._steps_in_version + 1 >= self.scene.bounds.steps_per_version
-        pack_s = self.scene.training.pack_s if completes else 0.0
+        self._steps_in_version += 1
+        pack_s = 0.0
+        if self._steps_in_version >= self.scene.bounds.steps_per_version:
+            self._steps_in_version, pack_s = 0, self.scene.training.pack_s
+            self._version += 1
         self._sums["pack"] += pack_s
         self._at(self.now + pack_s, self._packed, self._groups)
 
     def _packed(self, groups: list[Group]) -> None:
-        self._steps_in_version += 1
-        if self._steps_in_version >= self.scene.bounds.steps_per_version:
-            self._steps_in_version = 0
-            self._version += 1
         self._at(self.now + self.scene.hand_over.message_s, self._committed, groups)
         self._idle_since = self.now
         if self._batch is not None:
@@ -363,10 +312,6 @@ class Simulation:
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
-    def _look_settled(self) -> None:
-        if self._pending is not None and not self._loading:
-            self._bring()
-
     def _bring(self) -> None:
         if self._loading or self._pending is None or (self.scene.bounds.drain and not self.policy.settled):
             return
@@ -375,12 +320,11 @@ class Simulation:
         self._at(self.now + self.scene.weights.transfer_s, self._pause, version)
 
     def _pause(self, version: int) -> None:
-        pause_s = self.scene.weights.pause_s
+        pause_s, self._paused_at = self.scene.weights.pause_s, self.now
         if pause_s:
             for replica in self._replicas:
                 replica.engine.advance(self.now)
                 replica.engine.paused = True
-                replica.loading_since = self.now
                 self._expect(replica)
         self._at(self.now + pause_s, self._loaded, version)
 
@@ -390,10 +334,9 @@ class Simulation:
             replica.engine.version = version
             if replica.engine.paused:
                 replica.engine.paused = False
-                replica.loading_s += self.scene.weights.pause_s
-                replica.loading_since = None
                 self._expect(replica)
-        self._loading = False
+        self._loading, self._paused_at = False, math.inf
+        self._sums["load_weights"] += self.scene.weights.pause_s * len(self._replicas)
         self.policy.publish(version)
         self._serve()
         self._bring()
@@ -426,6 +369,7 @@ class Simulation:
         if step not in (*self.scene.measured, self.scene.steps):
             return
         sums = self._sums.copy()
+        sums["load_weights"] += max(0.0, self.now - self._paused_at) * len(self._replicas)
         for replica in self._replicas:
             replica.engine.advance(self.now)
             sums["engine_busy"] += replica.engine.busy_s
@@ -441,7 +385,7 @@ class Simulation:
         sums = {name: value - before.sums[name] for name, value in after.sums.items()}
         share = {name: value / (wall_s * len(self._replicas)) for name, value in sums.items()}
         lags = [after.lags[lag] - before.lags[lag] for lag in range(max(after.lags) + 1)]
-        groups, judge = int(sums["groups"]), self._judge
+        groups = int(sums["groups"])
         return Outcome(
             steps=last - first,
             wall_s=wall_s,
@@ -450,18 +394,15 @@ class Simulation:
             tokens=int(sums["tokens"]),
             waits={
                 "trainer": {name: sums[name] / wall_s for name in ("train", "wait_batch", "pack")},
-                "rollouter": {name: share[name] for name in (*DOING, "load_weights")},
+                "rollouter": {name: share.get(name, 0.0) for name in (*DOING, "load_weights")},
             },
             engine_busy=share["engine_busy"],
             slots_in_use=share["slots_in_use"],
             lag_mean=sum(lag * many for lag, many in enumerate(lags)) / groups,
             lag_max=max((lag for lag, many in enumerate(lags) if many), default=0),
             lag_counts=lags,
-            ready_mean=sums["ready"] / sums["steps"],
             scores_per_s=sums["scored"] / wall_s,
-            held_back=judge.held_back_s / self.now if judge else None,
-            judge_limit=judge.limiter.limit if judge else None,
-            judge_refused=judge.refused if judge else 0,
+            held_back=self._judge.held_back_s / self.now if self.scene.scores.per_s is not None else None,
             whole_s=self._marks[self.scene.steps].at_s,
             busy_per_token_s=sum(replica.engine.busy_s for replica in self._replicas)
             / sum(replica.engine.tokens for replica in self._replicas),
@@ -480,7 +421,7 @@ SLACK = 1e-6
 class Group:
     """One group on its way."""
 
-    __slots__ = ("replica", "scored_at", "sequence", "tokens", "unmade", "unscored", "unstarted", "version")
+    __slots__ = ("replica", "scored_at", "sequence", "tokens", "unmade", "unstarted", "version")
 
     def __init__(self, sequence: int, n: int, replica: int) -> None:
         self.sequence = sequence
@@ -489,9 +430,8 @@ class Group:
         """Responses without a slot so far."""
         self.unmade = n
         """Responses that are not generated yet."""
-        self.unscored = n
         self.scored_at = 0.0
-        """When the last finished response will be scored, if known in advance."""
+        """When the last finished response will be scored."""
         self.tokens = 0
         self.version = -1
         """The engine's version at its first token."""
@@ -616,8 +556,6 @@ class Replica:
         self.resting = False
         """It asks again when responses leave the engine, or after the interval."""
         self.mail: list[Group] = []
-        self.loading_s = 0.0
-        self.loading_since: float | None = None
         self.decode, self.rest, self.post = Timer(), Timer(), Timer()
         self._doing = "wait_room"
         self._since = 0.0
@@ -632,10 +570,7 @@ class Replica:
 
     def spans(self, now: float) -> dict[str, float]:
         """Return seconds by activity until now."""
-        loading_s = 0.0 if self.loading_since is None else now - self.loading_since
-        spent = {**self._spent, "load_weights": self.loading_s + loading_s}
-        spent[self._doing] += now - self._since
-        return spent
+        return {**self._spent, self._doing: self._spent[self._doing] + now - self._since}
 
 
 def deal(asking: Sequence[TicketRequest], room: int, issue: Callable[[], Ticket]) -> None:
@@ -653,103 +588,32 @@ def deal(asking: Sequence[TicketRequest], room: int, issue: Callable[[], Ticket]
             heapq.heappop(order)
 
 
-class LimitedJudge:
-    """Scores every submitted response once. Call `pump` at `next_at` and after `submit`."""
+SAVED_S = 1.0
+"""An idle judge saves up the requests of this time, which may then come at once."""
 
-    def __init__(self, scores: Scores, latencies: Iterator[float], seed: int) -> None:
-        self._scores = scores
-        self._judge = ProcessorSharing(scores.knee)
-        self._serving: dict[int, int] = {}  # the number of each request in service, by its ticket there
-        self._allowance = scores.rate_per_s or 0.0  # requests that the rate admits now: those of a second at most
-        self._refilled_at = 0.0
-        self.refused = 0
-        """429s."""
-        self.limiter = Limiter()
-        per_minute = None if scores.rate_per_s is None else scores.rate_per_s * MINUTE_S
-        self._pacer = Pacer(requests_per_minute=per_minute)
-        self._latencies = latencies
-        self._random = random.Random(seed).random
-        self._asked: dict[int, tuple[Group, float]] = {}  # by number, until scored: its group and its work
-        self._fresh: deque[int] = deque()
-        self._resting: list[tuple[float, int]] = []
-        self._refusals: list[tuple[float, int]] = []  # when it is heard, and the number
-        self._tickets: dict[int, JudgeTicket] = {}
-        self._failures: dict[int, int] = {}
-        self._numbers = 0
-        self._wake_at = math.inf
-        self._now = 0.0
-        self._holds_back = False
+
+class JudgeQueue:
+    """Says when each response will be scored: in the order of requests, at most `knee` at a time and `rate_per_s`."""
+
+    def __init__(self, scores: Scores) -> None:
+        self._knee = scores.knee or math.inf
+        self._gap_s = 0.0 if scores.rate_per_s is None else 1 / scores.rate_per_s
+        self._next_at = 0.0
+        self._ends: list[float] = []  # of the last `knee` requests, a heap
+        self._waits_until = 0.0
         self.held_back_s = 0.0
         """Seconds in which responses waited to be sent."""
 
-    def submit(self, group: Group) -> None:
-        number = self._numbers
-        self._numbers += 1
-        self._asked[number] = (group, next(self._latencies))
-        self._fresh.append(number)
-
-    def pump(self, now: float) -> list[Group]:
-        """Advance to `now` and send what may be sent. Return the group of each score that arrived."""
-        if self._holds_back:
-            self.held_back_s += now - self._now
-        self._now = now
-        scored = []
-        for served in self._judge.finished(now):
-            number = self._serving.pop(served)
-            group, work_s = self._asked.pop(number)
-            self.limiter.succeeded(self._tickets.pop(number), now)
-            self._pacer.settled(now, 0, 0, work_s)
-            self._failures.pop(number, None)
-            scored.append(group)
-        self._hear_refusals(now)
-        self._send(now)
-        self._holds_back = bool(self._fresh or self._resting)
-        return scored
-
-    def _hear_refusals(self, now: float) -> None:
-        while self._refusals and self._refusals[0][0] <= now:
-            _, number = heapq.heappop(self._refusals)
-            failures = self._failures[number] = self._failures.get(number, 0) + 1
-            self.limiter.released(self._tickets.pop(number), now)
-            self._pacer.rejected(now, None)
-            heapq.heappush(self._resting, (now + backoff_s(failures, None, self._random), number))
-
-    def _send(self, now: float) -> None:
-        self._wake_at = math.inf
-        while self.limiter.has_room():
-            rested = bool(self._resting) and self._resting[0][0] <= now
-            if not rested and not self._fresh:
-                if self._resting:
-                    self._wake_at = self._resting[0][0]
-                return
-            at = max(self.limiter.quiet_until, self._pacer.ready_at(now, 0))
-            if at > now:
-                self._wake_at = at
-                return
-            number = heapq.heappop(self._resting)[1] if rested else self._fresh.popleft()
-            self._pacer.sent(now, 0)
-            self._tickets[number] = self.limiter.sent(now)
-            if self._rate_admits(now):
-                self._serving[self._judge.join(now, self._asked[number][1])] = number
-            else:
-                self.refused += 1
-                heapq.heappush(self._refusals, (now + REFUSAL_S, number))
-
-    def _rate_admits(self, now: float) -> bool:
-        rate = self._scores.rate_per_s
-        if rate is None:
-            return True
-        self._allowance = min(rate, self._allowance + (now - self._refilled_at) * rate)
-        self._refilled_at = now
-        if self._allowance < 1.0:
-            return False
-        self._allowance -= 1.0
-        return True
-
-    def next_at(self) -> float:
-        """Return the time of the next own event."""
-        at = min(self._judge.next_finish(), self._wake_at)
-        return min(at, self._refusals[0][0]) if self._refusals else at
+    def answer_at(self, now: float, latency_s: float) -> float:
+        starts_at = max(now, self._next_at - SAVED_S)
+        if len(self._ends) >= self._knee:
+            starts_at = max(starts_at, heapq.heappop(self._ends))
+        if self._knee < math.inf:
+            heapq.heappush(self._ends, starts_at + latency_s)
+        self._next_at = max(starts_at, self._next_at) + self._gap_s
+        self.held_back_s += max(0.0, starts_at - max(now, self._waits_until))
+        self._waits_until = max(self._waits_until, starts_at)
+        return starts_at + latency_s
 
 
 MOST_GROUPS = 768
@@ -764,16 +628,12 @@ def simulate_slice(scene: Scene, *, seed: int = 0) -> Outcome:
     found = simulate(one, seed=seed)
     if parts == 1.0:
         return found
-    counts = {
-        name: round(getattr(found, name) * parts) for name in ("groups", "samples", "tokens", "judge_refused", "lives")
-    }
+    counts = {name: round(getattr(found, name) * parts) for name in ("groups", "samples", "tokens", "lives")}
     return msgspec.structs.replace(
         found,
         **counts,
         lag_counts=[round(count * parts) for count in found.lag_counts],
-        ready_mean=found.ready_mean * parts,
         scores_per_s=found.scores_per_s * parts,
-        judge_limit=None if found.judge_limit is None else round(found.judge_limit * parts),
     )
 
 
