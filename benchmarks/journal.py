@@ -86,13 +86,16 @@ class Scene:
     async def produce(self, name: str, moments: list[float]) -> None:
         """Send blocks at their moments. Tickets are requested earlier, as generation does."""
         ahead: asyncio.Queue[list[Ticket]] = asyncio.Queue(maxsize=2)
+        held: set[int] = set()
 
         async def ask() -> None:
             for _ in moments:
                 tickets: list[Ticket] = []
                 while len(tickets) < BLOCK_GROUPS:
                     want = BLOCK_GROUPS - len(tickets)
-                    tickets += (await self.queue.admit(name, want=want, load=0, wait_s=PATIENCE_S)).tickets
+                    given = await self.queue.admit(name, want=want, load=0, wait_s=PATIENCE_S, holding=held)
+                    held.update(ticket.sequence for ticket in given.tickets)
+                    tickets += given.tickets
                 await ahead.put(tickets)
 
         async def put_at(moment_s: float) -> None:

@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -68,20 +68,3 @@ def running(main: FullyAsyncMain, *, wait_s: float = WAIT_S) -> Iterator[list[Ru
         yield found
     finally:
         thread.join(wait_s)
-
-
-Stroke = tuple[str, int, str]
-"""The component that gets a signal, the signal, and the component that is then started again."""
-
-
-def strike(main: FullyAsyncMain, strokes: Sequence[Stroke]) -> RunResult:
-    """Run to the end, with signals to the newest processes of components, three steps apart."""
-    folder = main.run_dir
-    with running(main, wait_s=2 * WAIT_S) as found:
-        for name, number, restarted in strokes:
-            step, before = count_steps(folder) + 3, len(processes(folder, restarted))
-            wait_until(lambda: count_steps(folder) >= step or bool(found))  # noqa: B023
-            assert not found, "the run was over before it was struck"
-            os.kill(processes(folder, name)[-1], number)
-            wait_until(lambda: len(processes(folder, restarted)) > before or bool(found))  # noqa: B023
-    return found[0]

@@ -17,6 +17,9 @@ from freewheel.data.group import EncodedGroup, EncodedGroups, Prompt, PromptGrou
 from freewheel.judge.verdict import Scored
 from freewheel.queue.journal import Event, Journal, JournalError, _Job, _resolve_job
 
+EVERY_TICKET = range(5000)
+"""What a replica holds that has lost no ticket."""
+
 
 def group(ticket: Ticket, version: int = 0) -> PromptGroup:
     tokens = np.array([ticket.ordinal, 7], np.int32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from freewheel.queue.ledger import BUDGETS, Kind, data_failure, infra_failure
 from freewheel.queue.message_queue import MessageQueue
 from freewheel.queue.staleness import Bounds
 
-from .journals import block, group
+from .journals import EVERY_TICKET, block, group
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -39,8 +40,8 @@ class Scene:
         bounds = Bounds(groups_per_step=per_step, threshold=threshold, **{**usual, **more})
         self.queue = MessageQueue(bounds=bounds, total_prompts=prompts, retry_delay_s=retry_delay_s)
 
-    async def admit(self, want: int, replica: str = "a", **options: Any) -> list[Ticket]:
-        return (await self.queue.admit(replica, want=want, load=0, wait_s=NOW_S, **options)).tickets
+    async def admit(self, want: int, replica: str = "a", holding: Collection[int] = EVERY_TICKET) -> list[Ticket]:
+        return (await self.queue.admit(replica, want=want, load=0, wait_s=NOW_S, holding=holding)).tickets
 
     async def put(self, *tickets: Ticket) -> None:
         assert await self.queue.put(block(tickets), wait_s=NOW_S)
@@ -62,9 +63,9 @@ class Scene:
         return version
 
     async def waiting_admit(
-        self, replica: str = "a", want: int = 1, load: int = 0, **options: Any
+        self, replica: str = "a", want: int = 1, load: int = 0, holding: Collection[int] = EVERY_TICKET
     ) -> asyncio.Task[Any]:
-        return await started(self.queue.admit(replica, want=want, load=load, wait_s=LONG_S, **options))
+        return await started(self.queue.admit(replica, want=want, load=load, wait_s=LONG_S, holding=holding))
 
 
 def ordinals(taken: Taken) -> list[int]:
@@ -93,7 +94,7 @@ async def test_admission_waits_for_room_and_a_published_version_makes_it() -> No
     one = Scene(threshold=0)
     tickets = await one.admit(5)
     assert [ticket.ordinal for ticket in tickets] == [0, 1]
-    answer = await one.queue.admit("a", want=1, load=0, wait_s=0.01)
+    answer = await one.queue.admit("a", want=1, load=0, wait_s=0.01, holding=EVERY_TICKET)
     assert answer.tickets == [] and not answer.closed
     waiting = await one.waiting_admit(want=5, load=2)
     await one.put(*tickets)
@@ -190,29 +191,25 @@ async def test_a_cancelled_call_takes_no_tickets(served: bool) -> None:
     assert await one.queue.release_replica("gone") == 0
 
 
-async def test_two_calls_of_one_replica_are_independent() -> None:
-    one = Scene(threshold=0)
-    tickets = await one.admit(2)
-    long_one = await one.waiting_admit()
-    assert await one.admit(1) == []
-    await one.queue.fail(tickets[0], infra_failure("engine", "died"))
-    assert len((await long_one).tickets) == 1
-
-
 async def test_a_failed_prompt_rests_only_if_an_engine_failed() -> None:
     one = Scene(threshold=0, prompts=2, retry_delay_s=0.05)
     first, second = await one.admit(2)
     await one.queue.fail(first, infra_failure("engine", "no memory"))
     assert not await one.admit(1, "b"), "it rests, and no other prompt is left"
     assert not one.queue.policy.exhausted and not one.queue.finished
-    again = (await one.queue.admit("b", want=1, load=0, wait_s=LONG_S)).tickets
+    again = (await one.queue.admit("b", want=1, load=0, wait_s=LONG_S, holding=[])).tickets
     assert attempts(again) == [(first.ordinal, 1)]
     await one.queue.fail(second, data_failure("prompt", "too long"))
     (other,) = await one.admit(1, "b")
     assert other.ordinal == second.ordinal
+    failures = dict(one.queue.ledger.failures)
     await one.queue.fail(other, infra_failure("timeout", "slow"))
     await one.queue.close()
     assert not one.queue._delayed, "nobody waits for a rest to end"
+    await one.queue.fail(again[0], infra_failure("engine", "reported late"))
+    while one.queue._delayed:
+        await asyncio.sleep(0.005)
+    assert one.queue.ledger.failures == failures, "a closed queue writes nothing more"
 
 
 # -- replicas that die ------------------------------------------------------------------------------------------------

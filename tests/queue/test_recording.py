@@ -19,7 +19,7 @@ from freewheel.queue.message_queue import SEQUENCES_RESERVED, MessageQueue
 from freewheel.queue.restore import restore
 from freewheel.queue.staleness import Bounds
 
-from .journals import ManualWriter, block
+from .journals import EVERY_TICKET, ManualWriter, block
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -65,7 +65,9 @@ class Scene:
         return task.result()
 
     async def admit(self, want: int, replica: str = "a") -> list[Ticket]:
-        return (await self.done(self.queue.admit(replica, want=want, load=0, wait_s=LONG_S))).tickets
+        return (
+            await self.done(self.queue.admit(replica, want=want, load=0, wait_s=LONG_S, holding=EVERY_TICKET))
+        ).tickets
 
     async def put(self, count: int, version: int = 0) -> list[Ticket]:
         tickets = await self.admit(count)
@@ -111,12 +113,14 @@ def ordinals(taken: Taken) -> list[int]:
 
 async def test_sequences_are_reserved_on_disk_before_and_ahead_of_their_use(build: Build) -> None:
     one = build(groups_per_step=400)
-    assert not (await one.queue.admit("a", want=2, load=0, wait_s=NOW_S)).tickets
+    assert not (await one.queue.admit("a", want=2, load=0, wait_s=NOW_S, holding=EVERY_TICKET)).tickets
     assert [ticket.sequence for ticket in await one.admit(2)] == [0, 1]
     assert one.journal.reserved() == SEQUENCES_RESERVED
     await one.admit(SEQUENCES_RESERVED // 2 - 1)
     assert not one.writer.jobs
-    assert len((await one.queue.admit("a", want=100, load=0, wait_s=NOW_S)).tickets) == 100, "nobody waits for the disk"
+    assert len((await one.queue.admit("a", want=100, load=0, wait_s=NOW_S, holding=EVERY_TICKET)).tickets) == 100, (
+        "nobody waits for the disk"
+    )
     assert len(one.writer.jobs) == 1
     await one.disk()
     assert one.journal.reserved() == 2 * SEQUENCES_RESERVED
@@ -466,7 +470,10 @@ async def test_a_run_survives_its_queue_three_times(tmp_path: Path) -> None:
         queue = MessageQueue(bounds=BOUNDS, total_prompts=20, journal=writer, restored=restored)
         await queue.confirm_published(2 * life)
         for step in (2 * life + 1, 2 * life + 2):
-            tickets = held["a"] + (await queue.admit("a", want=3 - len(held["a"]), load=0, wait_s=5.0)).tickets
+            tickets = (
+                held["a"]
+                + (await queue.admit("a", want=3 - len(held["a"]), load=0, wait_s=5.0, holding=EVERY_TICKET)).tickets
+            )
             assert await queue.put(block(tickets[:2]), wait_s=5.0)
             trained += ordinals(await queue.take(step, wait_s=5.0))
             assert await queue.commit(step, wait_s=5.0) == step

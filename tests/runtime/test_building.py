@@ -261,7 +261,7 @@ async def test_a_queue_starts_from_what_its_journal_and_the_checkpoint_have(
     found = await opened(tmp_path, checkpoint, journal={"enabled": journal})
     await found.queue.confirm_published(steps)
     assert any("trained again with the same groups" in note for note in found.notes) == bool(expected[1])
-    ordinal = (await found.queue.admit("rollouter-0", want=2, load=0, wait_s=1.0)).tickets[0].ordinal
+    ordinal = (await found.queue.admit("rollouter-0", want=2, load=0, wait_s=1.0, holding=[])).tickets[0].ordinal
     assert (found.queue.step, (await found.queue.stats())["queue_size"], ordinal) == expected
     await found.close()
     files = list(tmp_path.iterdir())
@@ -276,7 +276,7 @@ async def test_a_restarted_queue_knows_the_tickets_of_live_rollouters(tmp_path: 
     stats = await found.queue.stats()
     assert (found.queue.step, stats["queue_size"]) == (1, 2)
     await found.queue.confirm_published(1)
-    (next_one, *_) = (await found.queue.admit("rollouter-1", want=1, load=0, wait_s=1.0)).tickets
+    (next_one, *_) = (await found.queue.admit("rollouter-1", want=1, load=0, wait_s=1.0, holding=[])).tickets
     assert next_one.ordinal == 7
     assert await found.queue.release_replica("rollouter-0") == 1
     await found.close()
@@ -296,7 +296,7 @@ async def test_a_damaged_journal_is_set_aside_and_the_run_continues_from_the_che
     assert (tmp_path / f"{JOURNAL}.damaged-1").read_bytes() == content
     assert f"kept as {JOURNAL}.damaged-1" in found.notes[0] and "from the checkpoint of step 1" in found.notes[0]
     assert (found.queue.step, (await found.queue.stats())["queue_size"]) == (1, 0)
-    (next_one, *_) = (await found.queue.admit("rollouter-0", want=1, load=0, wait_s=1.0)).tickets
+    (next_one, *_) = (await found.queue.admit("rollouter-0", want=1, load=0, wait_s=1.0, holding=[])).tickets
     assert next_one.ordinal == P
     await found.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 from typing import Any
 
@@ -10,11 +11,12 @@ import pytest
 import torch
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
+from freewheel.queue.client import QueueClient
+from freewheel.queue.message_queue import MessageQueue
 from freewheel.runtime import remote
 from freewheel.runtime.remote import (
     ActorDirectory,
     NoAnswer,
-    RemoteComponent,
     RemotePublisher,
     call,
     is_death,
@@ -121,9 +123,7 @@ async def test_without_a_successor_the_last_error_is_raised_in_time(monkeypatch:
         await actors.call("trainer", "answer", deadline_s=0.01)
 
 
-async def test_a_components_client_forwards_every_method_with_the_callers_patience(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_the_queues_client_sends_every_method_with_the_callers_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     deadlines = []
     actors = directory(queue=Actor())
     inner = actors.call
@@ -135,8 +135,15 @@ async def test_a_components_client_forwards_every_method_with_the_callers_patien
     monkeypatch.setattr(actors, "call", note_deadline)
     queue: Any = remote_queue(actors)
     assert await queue.take(3, wait_s=2.0) == ("take", (3,), {"wait_s": 2.0})
-    assert await RemoteComponent(actors, "queue", deadline_s=5.0).begin(3) == ("begin", (3,), {})
+    assert await actors.ask("queue", "begin", 3, deadline_s=5.0) == ("begin", (3,), {})
     assert deadlines == [remote.CALL_S + 2.0, 5.0]
+    for name in [name for name in vars(QueueClient) if not name.startswith("_")]:
+        wanted = inspect.signature(getattr(MessageQueue, name)).parameters
+        given: dict[str, Any] = {key: key for key, one in wanted.items() if key != "self" and one.default is one.empty}
+        given |= {"wait_s": 1.5} if "wait_s" in given else {}
+        method, args, kwargs = await getattr(queue, name)(**given)
+        sent = inspect.signature(getattr(MessageQueue, method)).bind(None, *args, **kwargs).arguments
+        assert (method, {**sent, "self": "self"}) == (name, {**given, "self": "self"})
 
 
 def test_only_the_called_actors_own_death_counts_and_errors_are_unwrapped() -> None:
@@ -158,8 +165,7 @@ class FakeSynchronizer:
         self.answers = answers
         self.calls: list[tuple[str, int, int | None]] = []
 
-    async def call(self, name: str, _: str, method: str, args: Any, *more: Any, **deadline: Any) -> list[int] | None:
-        version, _, checksum, *_ = args
+    async def ask(self, _: str, method: str, version: int, __: Any, checksum: int | None, *___: Any) -> Any:
         self.calls.append((method, version, checksum))
         return self.answers.pop(0)
 

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from freewheel.runtime.account import RunResult
 from freewheel.runtime.main import FullyAsyncMain
 from freewheel.trainer.checkpoint import CheckpointStore, RunLock
 
-from ..ray_runs import WAIT_S, Stroke, count_steps, local_ray, processes, strike, wait_until
+from ..ray_runs import WAIT_S, count_steps, local_ray, processes, running, wait_until
 from .mortal import journal_of
 from .pipeline import plan_of, small_config
 from .standins import View
@@ -57,9 +57,9 @@ def cluster() -> Iterator[None]:
         yield
 
 
-def main_of(run_dir: Path, *, view: Any = None, resume: bool = False, **sections: Any) -> FullyAsyncMain:
+def main_of(run_dir: Path, *, view: Any = None, **sections: Any) -> FullyAsyncMain:
     config = small_config(run_dir=str(run_dir), **sections)
-    return FullyAsyncMain(config=config, plan=plan_of(config), view=view, resume=resume)
+    return FullyAsyncMain(config=config, plan=plan_of(config), view=view)
 
 
 def trained_ordinals(run_dir: Path) -> list[int]:
@@ -229,61 +229,62 @@ def test_a_whole_run_trains_records_and_cleans_up(tmp_path: Path) -> None:
 # -- what goes wrong --------------------------------------------------------------------------------------------------
 
 
-STEPS = 32
+STEPS = 24
 """Steps of a run with failures: enough for all of them to happen before its end."""
 PROMPTS = list(range(4 * STEPS))
-STROKES = (
-    ("queue", signal.SIGKILL, "queue"),
-    ("trainer", signal.SIGKILL, "trainer"),
-    ("rollouter-0", signal.SIGKILL, "rollouter-0"),
-    ("rollouter-0", signal.SIGSTOP, "rollouter-0"),
+SILENT_S = 6.0
+ROUNDS = (
+    (("queue", signal.SIGKILL, "queue"), ("rollouter-0", signal.SIGKILL, "rollouter-0")),
+    (("rank-1", signal.SIGKILL, "rank-1"),),
+    (("trainer", signal.SIGKILL, "rank-1"), ("rollouter-0", signal.SIGSTOP, "rollouter-0")),
+    (("rank-1", signal.SIGSTOP, "rank-1"),),
 )
-RANK_STEPS = 24
-RANK_STROKES = (
-    ("rank-1", signal.SIGKILL, "rank-1"),
-    ("trainer", signal.SIGKILL, "rank-1"),
-    ("rank-1", signal.SIGSTOP, "rank-1"),
-)
+"""Signals that are sent together: component, signal, and the component that is then started again. The trainer dies
+with its rank, and starts it."""
 
 
-@pytest.fixture
-def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Look often, so that tests see early steps in time."""
-    monkeypatch.setattr(main_module, "LOOK_EVERY_S", 0.05)
-    monkeypatch.setattr(main_module, "ANSWER_S", 0.5)
-
-
-class Struck:
-    """A run whose components get signals, some steps apart. Its rewards are slow, so that it lasts long enough."""
-
-    def __init__(self, folder: Path, strokes: Sequence[Stroke], **sections: Any) -> None:
-        self.folder, self.strokes = folder, strokes
-        self.result = strike(main_of(folder, reward={"function": "user_code:slow_score"}, **sections), strokes)
-        self.events = [row["text"] for row in read_metrics(folder, "event")]
-        self.log = (folder / "fully_async_training.log").read_text()
+def strike(main: FullyAsyncMain) -> RunResult:
+    """Run to the end, with a round of signals to the newest processes every three steps."""
+    folder = main.run_dir
+    with running(main, wait_s=2 * WAIT_S) as found:
+        for strokes in ROUNDS:
+            step = count_steps(folder) + 3
+            before = {restarted: len(processes(folder, restarted)) for _, _, restarted in strokes}
+            wait_until(lambda: count_steps(folder) >= step or bool(found))  # noqa: B023
+            assert not found, "the run was over before it was struck"
+            for name, number, _ in strokes:
+                os.kill(processes(folder, name)[-1], number)
+            wait_until(
+                lambda: bool(found) or all(len(processes(folder, name)) > count for name, count in before.items())  # noqa: B023
+            )
+    return found[0]
 
 
 def test_dead_and_hanging_components_are_replaced_and_every_prompt_is_trained_once(
-    looks_often: None, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """One test of one run, because a start takes longest. There is one rollouter, and no sync is retried, so the run
-    waits for the replacement."""
-    run = Struck(
-        tmp_path,
-        STROKES,
-        trainer={"trainer_class": TELLING, "total_steps": STEPS, "max_errors": 1, "save_every_steps": 3},
-        async_training={"max_sync_retries": 0, "staleness_threshold": 1},
-        recovery={"silent_s": 6.0},
-    )
-    assert run.result.error is None
-    assert (run.result.outcome, run.result.steps) == ("finished", STEPS)
+    """One test of one run, because a start takes longest. Training has two processes. There is one rollouter, and no
+    sync is retried, so the run waits for the replacement. Rewards are slow, so that the run lasts long enough."""
+    monkeypatch.setattr(main_module, "LOOK_EVERY_S", 0.05)  # to see early steps in time
+    monkeypatch.setattr(main_module, "ANSWER_S", 0.5)
+    result = strike(
+        main_of(
+            tmp_path,
+            trainer={
+                "trainer_class": TELLING, "total_steps": STEPS, "max_errors": 1, "save_every_steps": 3, "world_size": 2,
+            },
+            reward={"function": "user_code:slow_score"},
+            async_training={"max_sync_retries": 0, "staleness_threshold": 1},
+            recovery={"silent_s": SILENT_S},
+        )
+    )  # fmt: skip
+    assert (result.error, result.outcome, result.steps) == (None, "finished", STEPS)
     check_that_every_prompt_was_trained_once(tmp_path)
-    check_that_each_that_died_was_replaced_and_nobody_else(run)
+    check_that_each_that_died_was_replaced_and_nobody_else(tmp_path)
+    check_that_the_newest_checkpoint_lies_in_shards(tmp_path, 2)
+    check_that_the_trace_is_whole(tmp_path)
     told = [row["step"] for row in read_metrics(tmp_path, "step")]
     assert told == sorted(set(told)), "none is told twice"
-    assert "The trainer restarts from " in run.log
-    assert CheckpointStore(tmp_path, keep_last=2).latest() == tmp_path / "checkpoints" / f"step_{STEPS:06d}"
-    check_that_the_trace_is_whole(run)
 
 
 def check_that_every_prompt_was_trained_once(folder: Path) -> None:
@@ -295,48 +296,29 @@ def check_that_every_prompt_was_trained_once(folder: Path) -> None:
     assert (found.violations, found.lost, found.repeated, found.stale_trained) == ([], 0, 0, 0)
 
 
-def check_that_each_that_died_was_replaced_and_nobody_else(run: Struck) -> None:
-    struck = [name for name, *_ in STROKES]
-    for name in struck:
-        died = struck.count(name)
-        assert len([text for text in run.events if f"{name} died and is restarted" in text]) == died, name
-        assert len(processes(run.folder, name)) == died + 1, name
-    silent = [text for text in run.events if "rollouter-0 is killed: it was silent for 6 s" in text]
+def check_that_each_that_died_was_replaced_and_nobody_else(folder: Path) -> None:
+    events = [row["text"] for row in read_metrics(folder, "event")]
+    for name, deaths in {"queue": 1, "sync": 0, "rollouter-0": 2, "trainer": 3}.items():
+        assert len([text for text in events if f"{name} died and is restarted" in text]) == deaths, name
+        assert len(processes(folder, name)) == deaths + 1, name
+    silent = [text for text in events if f"rollouter-0 is killed: it was silent for {SILENT_S:g} s" in text]
     assert len(silent) == 1, "the one that was stopped, and not the one that was killed"
-    assert "rollouter-0 died; " in run.log
-    ended = [process for name in struck for process in processes(run.folder, name)[:-1]]
-    wait_until(lambda: not any(map(psutil.pid_exists, ended)), RAY_GOES_S)
+    log = (folder / "fully_async_training.log").read_text()
+    assert "rollouter-0 died; " in log and "in 2 processes (FSDP2)" in log
+    assert log.count("The trainer restarts from ") == 3
+    ends = "The training processes cannot continue, so the trainer ends: rank-1"
+    assert f"{ends} died" in log and f"{ends} was silent for {SILENT_S:g} s" in log, "who died is named"
+    wait_until(lambda: not any(map(is_alive, processes(folder))), RAY_GOES_S)
 
 
-def check_that_the_trace_is_whole(run: Struck) -> None:
+def check_that_the_trace_is_whole(folder: Path) -> None:
     """The trace is whole whatever its writer was writing when it died."""
-    trace = Trace.of(run.folder)
-    assert processes(run.folder, "rollouter-0")[-1] in {
-        file.process for file in files_of(run.folder / TRACE, "rollouter-0")
-    }
+    trace = Trace.of(folder)
+    newest = processes(folder, "rollouter-0")[-1]
+    assert newest in {file.process for file in files_of(folder / TRACE, "rollouter-0")}
     for name in ("generate", "train"):
         told = {phase.ordinal for phase in trace.phases if phase.name == name}
         assert set(PROMPTS[-4:]) <= told <= set(PROMPTS), name
-
-
-def test_a_run_in_two_processes_survives_the_death_of_either_and_leaves_none(looks_often: None, tmp_path: Path) -> None:
-    """One test of one run, because a start takes longest."""
-    run = Struck(
-        tmp_path,
-        RANK_STROKES,
-        trainer={"save_every_steps": 3, "max_errors": 1, "total_steps": RANK_STEPS, "world_size": 2},
-        recovery={"silent_s": 10.0},
-    )
-    assert (run.result.error, run.result.outcome, run.result.steps) == (None, "finished", RANK_STEPS)
-    steps = journal_of(tmp_path)
-    assert sorted(ordinal for ordinals in steps.values() for ordinal in ordinals) == list(range(4 * RANK_STEPS))
-    assert run.log.count("The training processes cannot continue, so the trainer ends: ") >= 2
-    assert run.log.count("The trainer restarts from ") >= len(RANK_STROKES)
-    assert "rank-1 was silent for 10 s" in run.log
-    assert "the trainer ends: rank-1 died" in run.log and "rank 0 failed" not in run.log.lower(), "who died is named"
-    assert "in 2 processes (FSDP2)" in run.log
-    wait_until(lambda: not any(map(is_alive, processes(tmp_path))), RAY_GOES_S)
-    check_that_the_newest_checkpoint_lies_in_shards(tmp_path, 2)
 
 
 def is_alive(process: int) -> bool:
@@ -349,7 +331,7 @@ def is_alive(process: int) -> bool:
 def check_that_the_newest_checkpoint_lies_in_shards(folder: Path, world: int) -> None:
     store = CheckpointStore(folder, keep_last=2)
     latest = store.latest()
-    assert latest is not None
+    assert latest == folder / "checkpoints" / f"step_{STEPS:06d}"
     files = store.load(latest).tensor_files()
     assert [file.name for file in files] == [f"shard_{n:05d}_of_{world:05d}.safetensors" for n in range(1, world + 1)]
     assert (latest / "model.safetensors").is_file()
@@ -360,8 +342,9 @@ def check_that_the_newest_checkpoint_lies_in_shards(folder: Path, world: int) ->
 # -- signals ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_that_gets_sigterm_saves_ends_ray_and_resumes(tmp_path: Path) -> None:
-    """The whole process group gets it, as from `timeout` and service managers. tests/test_api.py has Ctrl-C."""
+def test_a_run_that_gets_sigterm_saves_and_ends_ray(tmp_path: Path) -> None:
+    """The whole process group gets it, as from `timeout` and service managers. tests/test_api.py has Ctrl-C, and
+    tests/chaos resumes."""
     run_dir, output = tmp_path / "run", tmp_path / "output"
     settings = [
         *("trainer.total_steps=100000", "trainer.groups_per_step=4", "trainer.save_every_steps=null", "rollout.n=4"),
@@ -393,10 +376,4 @@ def test_a_run_that_gets_sigterm_saves_ends_ray_and_resumes(tmp_path: Path) -> N
         program.wait(WAIT_S)
     said = output.read_text()
     assert f"freewheel train resume={run_dir}" in said and "Stopped at step" in said and "Traceback" not in said
-    stopped_at = count_steps(run_dir)
-    assert max(saved_steps(run_dir)) == stopped_at, "Ray was not among the processes that got it"
-    total = stopped_at + 3
-    assert main_of(run_dir, resume=True, trainer={"trainer_class": TELLING, "total_steps": total}).run().exit_code == 0
-    assert [row["step"] for row in read_metrics(run_dir, "step")] == list(range(1, total + 1))
-    assert sorted(trained_ordinals(run_dir)) == list(range(4 * total))
-    assert (run_dir / "final" / "model.safetensors").is_file()
+    assert max(saved_steps(run_dir)) == count_steps(run_dir), "Ray was not among the processes that got it"

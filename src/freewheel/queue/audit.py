@@ -29,32 +29,32 @@ ABANDONED = 0
 """Instead of the step in which an ordinal was trained: steps count from 1."""
 
 
-class Audit(msgspec.Struct, frozen=True, kw_only=True):
+class Audit(msgspec.Struct, kw_only=True):
     """The result. `violations` is empty if all promises were kept."""
 
-    step: int
+    step: int = 0
     """Committed steps."""
-    version: int
-    states: dict[str, int]
+    version: int = 0
+    states: dict[str, int] = {}
     """Ordinals by state, from 0 to the highest known one."""
-    abandoned: dict[str, int]
-    failures: dict[str, int]
+    abandoned: Counter[str] = msgspec.field(default_factory=Counter)
+    failures: Counter[str] = msgspec.field(default_factory=Counter)
     """Failed attempts by reason."""
-    lost: int
+    lost: int = 0
     """Prompts that count as ended but were neither trained on nor abandoned."""
-    repeated: int
+    repeated: int = 0
     """Ends beyond the first: trained on twice, or trained on and abandoned."""
-    stale_trained: int
+    stale_trained: int = 0
     """Groups that were trained on with a lag beyond the bound."""
-    lags_checked: int
+    lags_checked: int = 0
     """Trained groups whose lag is still known."""
-    stored_groups: int
-    recorded: tuple[int, int] | None
+    stored_groups: int = 0
+    recorded: tuple[int, int] | None = None
     """First and last step with a row."""
-    base: int | None
+    base: int | None = None
     """The step that the journal can go back to."""
-    violations: list[str]
-    notes: list[str]
+    violations: list[str] = []
+    notes: list[str] = []
 
 
 def audit(
@@ -88,36 +88,31 @@ class _Auditor:
         self._sequences: set[int] = set()
         self._versions: dict[int, int] = {}  # step → the version after it
         self._base: CheckpointMark | None = None
-        self._stored = self._checked = self._stale = self._lost = self._repeated = 0
-        self._abandoned: Counter[str] = Counter()
-        self._failures: Counter[str] = Counter()
-        self._listed: dict[str, list[str]] = {}
-        self._counted: Counter[str] = Counter()
-        self._notes: list[str] = []
-        self._step = self._version = 0
+        self._violations: dict[str, list[str]] = {}
+        self._found = Audit()
 
     # -- the journal --------------------------------------------------------------------------------------------------
 
     def read(self, journal: Journal) -> None:
         with journal.snapshot():
             self._base = base = journal.base()
-            self._step, self._version = base.step, base.version
+            self._found.base, self._found.step, self._found.version = base.step, base.step, base.version
             for group in journal.stored():
                 self._read_stored(group)
             for failed in journal.failures():
-                self._failures[failed.reason] += 1
+                self._found.failures[failed.reason] += 1
                 self._failed.add(failed.ticket.ordinal)
             for gone in journal.abandoned():
-                self._abandoned[gone.reason] += 1
+                self._found.abandoned[gone.reason] += 1
                 self._end(gone.ordinal, ABANDONED)
             for step in journal.steps(after=0):
                 self._read_step(step, journal)
-        missing = [number for number in range(1, self._step + 1) if number not in self._versions]
+        missing = [number for number in range(1, self._found.step + 1) if number not in self._versions]
         for number in missing:
             if number > base.step:
-                self._violate("missing step", f"step {number} is missing between {base.step} and {self._step}")
+                self._violate("missing step", f"step {number} is missing between {base.step} and {self._found.step}")
         if earlier := sum(number <= base.step for number in missing):
-            self._notes.append(
+            self._found.notes.append(
                 f"{earlier} steps up to {base.step} have no row of their own: a checkpoint vouches for them"
             )
         if base.step:
@@ -125,7 +120,7 @@ class _Auditor:
 
     def _read_stored(self, group: Stored) -> None:
         ticket = group.ticket
-        self._stored += 1
+        self._found.stored_groups += 1
         if ticket.ordinal in self._queued:
             sequences = f"sequences {self._queued[ticket.ordinal]} and {ticket.sequence}"
             self._violate("queued twice", f"prompt {ticket.ordinal} is in the queue twice ({sequences})")
@@ -135,7 +130,7 @@ class _Auditor:
         before = self._ends.get(ordinal)
         self._ends[ordinal] = how
         if before is not None:
-            self._repeated += 1
+            self._found.repeated += 1
             first = "abandoned" if before == ABANDONED else f"trained on in step {before}"
             self._violate("ended twice", f"prompt {ordinal} was {first} and trained on in step {how}")
 
@@ -162,21 +157,22 @@ class _Auditor:
             if self._max_lag is not None:
                 self._check_lags(step, journal, before, self._max_lag)
         self._versions[step.step] = step.version
-        self._step, self._version = max(self._step, step.step), max(self._version, step.version)
+        found = self._found
+        found.step, found.version = max(found.step, step.step), max(found.version, step.version)
 
     def _check_lags(self, step: Step, journal: Journal, version: int, allowed: int) -> None:
         """`version`: the trainer's, when it trained `step`."""
         if step.min_version is not None:
-            self._checked += len(step.tickets)
+            self._found.lags_checked += len(step.tickets)
             lags = {"a group": version - step.min_version}  # its oldest: at least one is stale
         else:
             found = journal.min_versions(step) or []
-            self._checked += len(found)
+            self._found.lags_checked += len(found)
             tickets = zip(step.tickets, found, strict=False)
             lags = {f"prompt {ticket.ordinal}": version - oldest for ticket, oldest in tickets}
         for what, lag in lags.items():
             if lag > allowed:
-                self._stale += 1
+                self._found.stale_trained += 1
                 self._violate("stale", f"{what} lagged {lag} versions in step {step.step}, and {allowed} are allowed")
 
     # -- frontiers ----------------------------------------------------------------------------------------------------
@@ -198,9 +194,9 @@ class _Auditor:
         if self._base is not None and counted == explained:
             unknown = [one for one in chain(range(frontier.low), frontier.ended) if one not in self._ends]
             self._name_all("lost", unknown, f"has ended by {name}, and nobody trained on it or abandoned it")
-            self._lost = max(self._lost, len(unknown))
-        self._lost = max(self._lost, ended - counted)
-        self._repeated = max(self._repeated, counted - ended)
+            self._found.lost = max(self._found.lost, len(unknown))
+        self._found.lost = max(self._found.lost, ended - counted)
+        self._found.repeated = max(self._found.repeated, counted - ended)
         trained = [(ordinal, how) for ordinal, how in sorted(self._ends.items()) if how != ABANDONED]
         later = (ordinal for ordinal, how in trained if how > step and is_covered(ordinal))
         self._name_all("later", later, f"has ended by {name}, and was trained on later")
@@ -209,14 +205,16 @@ class _Auditor:
         known = self._versions.get(step, mark.version)
         if known != mark.version:
             self._violate("version", f"{name} is of version {mark.version}, and the journal says {known}")
-        if step > self._step:
+        if step > self._found.step:
             if self._base is not None:
-                self._notes.append(f"the journal ends at step {self._step}, before {name}: its tail was lost")
-            self._step, self._version = step, mark.version
+                self._found.notes.append(
+                    f"the journal ends at step {self._found.step}, before {name}: its tail was lost"
+                )
+            self._found.step, self._found.version = step, mark.version
         self._low = max(self._low, frontier.low)
         self._covered |= covered
         if self._base is None:
-            self._abandoned = Counter(frontier.abandoned)
+            self._found.abandoned = Counter(frontier.abandoned)
 
     # -- the result ---------------------------------------------------------------------------------------------------
 
@@ -225,9 +223,7 @@ class _Auditor:
             self._violate(kind, f"prompt {ordinal} {what}")
 
     def _violate(self, kind: str, text: str) -> None:
-        self._counted[kind] += 1
-        if self._counted[kind] <= MOST_LISTED:
-            self._listed.setdefault(kind, []).append(text)
+        self._violations.setdefault(kind, []).append(text)
 
     def _count_states(self) -> dict[str, int]:
         covered = [one for one in chain(range(self._low), self._covered) if one not in self._ends]
@@ -242,34 +238,22 @@ class _Auditor:
         return states
 
     def report(self, capacity: int | None) -> Audit:
-        states = self._count_states()
+        found = self._found
+        found.states = states = self._count_states()
         alive = states["open"] + states["queued"] + states["taken"]
         if capacity is not None and alive > capacity:
-            self._notes.append(
+            found.notes.append(
                 f"{alive} prompts have begun and not ended, and {capacity} can be alive at once: a run that had to go "
                 "back some steps issues them again; in any other they were forgotten"
             )
-        if self._max_lag is not None and self._checked < states["trained"]:
-            self._notes.append(
-                f"the lag of {self._checked} of {states['trained']} trained groups could be checked; others are gone"
+        if self._max_lag is not None and found.lags_checked < states["trained"]:
+            found.notes.append(
+                f"the lag of {found.lags_checked} of {states['trained']} trained groups could be checked; others are "
+                "gone"
             )
-        violations: list[str] = []
-        for kind, listed in self._listed.items():
-            more = self._counted[kind] - len(listed)
-            violations += [*listed, f"… and {more} more like this"] if more else listed
-        return Audit(
-            step=self._step,
-            version=self._version,
-            states=states,
-            abandoned=dict(self._abandoned),
-            failures=dict(self._failures),
-            lost=self._lost,
-            repeated=self._repeated,
-            stale_trained=self._stale,
-            lags_checked=self._checked,
-            stored_groups=self._stored,
-            recorded=(min(self._versions), max(self._versions)) if self._versions else None,
-            base=None if self._base is None else self._base.step,
-            violations=violations,
-            notes=self._notes,
-        )
+        for texts in self._violations.values():
+            more = len(texts) - MOST_LISTED
+            found.violations += [*texts[:MOST_LISTED], f"… and {more} more like this"] if more > 0 else texts
+        if self._versions:
+            found.recorded = min(self._versions), max(self._versions)
+        return found

@@ -1,7 +1,7 @@
 """`QueueClient`: the message queue as the rollouters, the trainer and the synchronizer use it.
 
     Rollouter ─────────── admit, put, fail, abandon ──────────┐
-    FullyAsyncTrainer ─── begin, take, commit, … ─────────────┼─▶ MessageQueue, or remote_queue ─▶ its actor
+    FullyAsyncTrainer ─── begin, take, commit, … ─────────────┼─▶ QueueClient ── call ─▶ the actor of the MessageQueue
     ParameterSynchronizer  confirm_published, fence, … ───────┘
 
 Every method is idempotent: a caller whose queue died repeats the call to the successor. A method with `wait_s` returns
@@ -11,12 +11,15 @@ and the caller asks again.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, TypeVar
 
-from freewheel.data.group import EncodedGroups, Ticket, tickets_from_bytes, tickets_to_bytes
+from freewheel.data.group import EncodedGroups, Ticket
 from freewheel.queue.ledger import Failure, Frontier
+
+T = TypeVar("T")
+Answer = Coroutine[Any, Any, T]
 
 
 @dataclass(frozen=True)
@@ -26,13 +29,6 @@ class Admission:
     tickets: list[Ticket]
     closed: bool = False
     """The run is over: no more tickets will be issued."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickle_admission, (tickets_to_bytes(self.tickets), self.closed)
-
-
-def _unpickle_admission(tickets: bytes, closed: bool) -> Admission:
-    return Admission(tickets_from_bytes(tickets), closed)
 
 
 @dataclass(frozen=True)
@@ -47,66 +43,88 @@ class Taken:
     """The last committed step. Steps up to it are replayed from the journal exactly as they were trained."""
 
 
-class QueueClient(Protocol):
-    """All calls that components make to the queue."""
+class QueueClient:
+    """All calls that components make to the queue. Where the queue is in the same process, it is its own client."""
+
+    def __init__(self, call: Callable[..., Answer[Any]]) -> None:
+        """`call`: sends a method's name and arguments to the queue."""
+        self._call = call
 
     # -- rollouters ---------------------------------------------------------------------------------------------------
 
-    async def admit(self, replica: str, *, want: int, load: int, wait_s: float, holding: Collection[int]) -> Admission:
+    def admit(
+        self, replica: str, *, want: int, load: int, wait_s: float, holding: Collection[int]
+    ) -> Answer[Admission]:
         """Request up to `want` tickets for `replica`, which has `load` groups in generation.
 
         `holding` are the sequences of all tickets the replica has. Tickets that were issued to it but are missing there
         were lost on the way; their prompts are issued again.
         """
+        return self._call("admit", replica, want=want, load=load, wait_s=wait_s, holding=holding)
 
-    async def put(self, groups: EncodedGroups, *, wait_s: float) -> bool:
+    def put(self, groups: EncodedGroups, *, wait_s: float) -> Answer[bool]:
         """Store finished groups. True: they are durable, or no longer wanted. False: not yet."""
+        return self._call("put", groups, wait_s=wait_s)
 
-    async def fail(self, ticket: Ticket, failure: Failure) -> None:
+    def fail(self, ticket: Ticket, failure: Failure) -> Answer[None]:
         """Report a failed attempt. The prompt is issued again, or abandoned when its budget is spent."""
+        return self._call("fail", ticket, failure)
 
-    async def abandon(self, ticket: Ticket, reason: str) -> None:
+    def abandon(self, ticket: Ticket, reason: str) -> Answer[None]:
         """Report that a filter rejected the group. The prompt has ended, and another takes its place."""
+        return self._call("abandon", ticket, reason)
 
-    async def release_replica(self, replica: str) -> int:
+    def release_replica(self, replica: str) -> Answer[int]:
         """Report that a rollouter died. Its groups are issued again; returns how many."""
+        return self._call("release_replica", replica)
 
-    async def fence(self, replica: str, *, fenced: bool) -> None:
+    def fence(self, replica: str, *, fenced: bool) -> Answer[None]:
         """Stop issuing tickets to a replica whose weights lag, or resume."""
+        return self._call("fence", replica, fenced=fenced)
 
     # -- trainer ------------------------------------------------------------------------------------------------------
 
-    async def begin(self, step: int) -> None:
+    def begin(self, step: int) -> Answer[None]:
         """Report that a trainer starts after `step` steps. Groups that an earlier trainer took and did not commit are
         ready again."""
+        return self._call("begin", step)
 
-    async def take(self, step: int, *, wait_s: float) -> Taken:
+    def take(self, step: int, *, wait_s: float) -> Answer[Taken]:
         """Return the groups of `step`: exactly one batch, fewer only in the last step of a run. Every call returns the
         same groups; those of a committed step come from the journal."""
+        return self._call("take", step, wait_s=wait_s)
 
-    async def replace_stale(self, step: int, sequences: Collection[int], *, wait_s: float) -> Taken:
+    def replace_stale(self, step: int, sequences: Collection[int], *, wait_s: float) -> Answer[Taken]:
         """Return groups of `step` that became too old to the stream, and take others in their place."""
+        return self._call("replace_stale", step, sequences, wait_s=wait_s)
 
-    async def commit(self, step: int, *, wait_s: float) -> int | None:
+    def commit(self, step: int, *, wait_s: float) -> Answer[int | None]:
         """Report that `step` was trained. Returns the weight version after it, None while it is not durable."""
+        return self._call("commit", step, wait_s=wait_s)
 
-    async def give_back(self, step: int) -> None:
+    def give_back(self, step: int) -> Answer[None]:
         """Report that `step` will not be trained on by the trainer that took it. Its groups are ready again."""
+        return self._call("give_back", step)
 
-    async def read_frontier(self, step: int, *, wait_s: float) -> Frontier | None:
+    def read_frontier(self, step: int, *, wait_s: float) -> Answer[Frontier | None]:
         """Return the prompts that had ended when `step` was committed; None while the journal has not answered."""
+        return self._call("read_frontier", step, wait_s=wait_s)
 
-    async def confirm_checkpoint(self, step: int) -> None:
+    def confirm_checkpoint(self, step: int) -> Answer[None]:
         """Report that no resume will go back before `step`: the journal may drop earlier groups. May have no effect;
         the next checkpoint makes up for it."""
+        return self._call("confirm_checkpoint", step)
 
-    async def complete_version(self, *, wait_s: float) -> int | None:
+    def complete_version(self, *, wait_s: float) -> Answer[int | None]:
         """Complete the current weight version at the end of a run. Returns it, None while that is not durable."""
+        return self._call("complete_version", wait_s=wait_s)
 
     # -- synchronizer -------------------------------------------------------------------------------------------------
 
-    async def confirm_published(self, version: int) -> None:
+    def confirm_published(self, version: int) -> Answer[None]:
         """Report that every engine in use holds `version`."""
+        return self._call("confirm_published", version)
 
-    async def wait_settled(self, *, wait_s: float) -> bool:
+    def wait_settled(self, *, wait_s: float) -> Answer[bool]:
         """Wait until nothing is in progress and nothing more is admitted under the current weights."""
+        return self._call("wait_settled", wait_s=wait_s)

@@ -137,17 +137,13 @@ class MessageQueue:
 
     # -- rollouters ---------------------------------------------------------------------------------------------------
 
-    async def admit(
-        self, replica: str, *, want: int, load: int, wait_s: float, holding: Collection[int] | None = None
-    ) -> Admission:
+    async def admit(self, replica: str, *, want: int, load: int, wait_s: float, holding: Collection[int]) -> Admission:
         """Issue up to `want` tickets to `replica`, which has `load` groups in generation and the sequences `holding`.
 
-        A replica that states `holding` must ask once at a time: issued tickets that are missing there count as lost.
-        None: nothing is concluded.
+        A replica asks once at a time: issued tickets that are missing in `holding` count as lost.
         """
         request = TicketRequest(replica, want, load)
-        if holding is not None:
-            self._reclaim_lost(request, holding)
+        self._reclaim_lost(request, holding)
         self._requests.append(request)
         try:
             self._issue_tickets()
@@ -589,7 +585,7 @@ class MessageQueue:
 # -- who gets a ticket ------------------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)  # two calls of one rollouter are different, however alike
+@dataclass(eq=False)  # removed from a list by identity
 class TicketRequest:
     """A rollouter's call of `admit` that waits for tickets. The planner simulates rollouters with it."""
 

@@ -1,6 +1,6 @@
 """Ray actors around the components.
 
-    RollouterActor ── remote_queue ──▶ QueueActor ◀── remote_queue ── TrainerActor
+    RollouterActor ── QueueClient ───▶ QueueActor ◀── QueueClient ─── TrainerActor
           ▲  load_weights([ref])                                        │ submit(version, [ref])
           └──────────── RemoteReplica ── SynchronizerActor ◀────────────┘
 
@@ -86,7 +86,7 @@ class _ComponentActor:
         return os.getpid(), ray.get_runtime_context().get_node_id()
 
     async def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a method of the component; only `RemoteComponent` does."""
+        """Call a method of the component; only `ActorDirectory.ask` does."""
         return await getattr(self._part, method)(*args, **kwargs)
 
     async def stats(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Calls between actors that survive the death of the called one.
 
-    RollouterActor, TrainerActor, SynchronizerActor ── RemoteComponent ──▶ QueueActor
+    RollouterActor, TrainerActor, SynchronizerActor ── QueueClient ──▶ QueueActor
     TrainerActor ── RemotePublisher: submit(version, [ref]) ──▶ SynchronizerActor
     SynchronizerActor ── RemoteReplica: load_weights(version, [ref]) ──▶ RollouterActor
 
@@ -17,10 +17,10 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import ray
 from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
@@ -113,27 +113,15 @@ class ActorDirectory:
     def _is_replaced(self, name: str, handle: Any) -> bool:
         return self._handles[name] is not handle
 
-
-class RemoteComponent:
-    """A component in another process, or its successor: forwards every method. One with `wait_s` gets as much more time
-    to answer."""
-
-    def __init__(self, actors: ActorDirectory, name: str, *, deadline_s: float = CALL_S) -> None:
-        self._actors, self._name, self._deadline_s = actors, name, deadline_s
-
-    def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
-        if method.startswith("_"):  # copying and pickling look for such names
-            raise AttributeError(method)
-        return partial(self._call, method)
-
-    async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        deadline_s = self._deadline_s + kwargs.get("wait_s", 0.0)
-        return await self._actors.call(self._name, "call", method, args, kwargs, deadline_s=deadline_s)
+    async def ask(self, name: str, method: str, *args: Any, deadline_s: float = CALL_S, **kwargs: Any) -> Any:
+        """Call a method of the component in actor `name`. One with `wait_s` gets as much more time to answer."""
+        deadline_s += kwargs.get("wait_s", 0.0)
+        return await self.call(name, "call", method, args, kwargs, deadline_s=deadline_s)
 
 
 def remote_queue(actors: ActorDirectory) -> QueueClient:
     """Return a client of the queue in another process, or of its successor."""
-    return cast("QueueClient", RemoteComponent(actors, "queue"))
+    return QueueClient(partial(actors.ask, "queue"))
 
 
 class RemoteReplica:
@@ -157,7 +145,7 @@ class RemotePublisher:
     """The synchronizer as the trainer sees it, or its successor."""
 
     def __init__(self, actors: ActorDirectory) -> None:
-        self._sync = RemoteComponent(actors, "sync")
+        self._actors = actors
         self._last: tuple[Any, ...] | None = None
         """The last message, which a restarted synchronizer has not seen."""
         self._held: list[tuple[int, DeviceWeights]] = []
@@ -184,9 +172,9 @@ class RemotePublisher:
         if self._last is None:
             return
         method, *args = self._last
-        in_use = await getattr(self._sync, method)(*args)
+        in_use = await self._actors.ask("sync", method, *args)
         if in_use is not None:
             self._held = [held for held in self._held if held[0] in in_use]
 
     async def wait_published(self, version: int, *, wait_s: float) -> bool:
-        return bool(await self._sync.wait_published(version, wait_s=wait_s))
+        return bool(await self._actors.ask("sync", "wait_published", version, wait_s=wait_s))

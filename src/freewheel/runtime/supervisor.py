@@ -35,7 +35,6 @@ from freewheel.runtime.remote import (
     START_S,
     ActorDirectory,
     NoAnswer,
-    RemoteComponent,
     RemoteReplica,
     call,
     kill_process,
@@ -187,8 +186,8 @@ class Supervisor:
         lost = await remote_queue(self.directory).release_replica(name)
         log.error("%s died; %d groups are issued again", name, lost)
         handle = self._new_rollouter(name)
-        sync = RemoteComponent(self.directory, "sync", deadline_s=START_S)
-        await self._open(name, handle, then=partial(sync.join, name, RemoteReplica(handle)))
+        join = partial(self.directory.ask, "sync", "join", name, RemoteReplica(handle), deadline_s=START_S)
+        await self._open(name, handle, then=join)
         return await _run(handle)
 
     async def _restart_queue(self) -> Any:
@@ -197,7 +196,7 @@ class Supervisor:
         for note in await self._open("queue", handle, self._config, self._total_prompts, None, in_flight):
             log.info("%s", note)
         # A synchronizer that does not hear this has died, and its replacement announces by itself.
-        return await _run(handle, inform=_if_alive(RemoteComponent(self.directory, "sync").announce()))
+        return await _run(handle, inform=_if_alive(self.directory.ask("sync", "announce")))
 
     async def _restart_sync(self) -> Any:
         handle = self._actor(actors.SynchronizerActor, "sync")
