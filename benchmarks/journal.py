@@ -106,6 +106,7 @@ class Scene:
             )
             while not await self.queue.put(groups, wait_s=PATIENCE_S):
                 pass
+            held.difference_update(one.sequence for one in tickets)
             self.latencies_s.append(time.perf_counter() - moment_s)
 
         await asyncio.gather(ask(), *map(put_at, moments))

@@ -231,6 +231,8 @@ class World:
                 call.cancel()
 
     def heard_admit(self, admission: Any, name: str) -> None:
+        in_bounds = self.queue.policy.alive <= self.bounds.capacity
+        assert in_bounds or not admission.tickets or self.bounds_changed or self.history_was_lost
         for ticket in admission.tickets:
             assert self.sequences.setdefault(ticket.sequence, ticket.ordinal) == ticket.ordinal or self.history_was_lost
             assert ticket.sequence not in self.replicas[name].tickets
@@ -429,17 +431,19 @@ def ended(frontier: Frontier) -> set[int]:
 
 @st.composite
 def some_bounds(draw: st.DrawFn) -> Bounds:
-    per_step, per_version = draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    """Bounds that the configuration accepts."""
+    per_step, per_version = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     bounds = Bounds(
         groups_per_step=per_step,
         steps_per_version=per_version,
-        threshold=draw(st.integers(0, 2)),
+        threshold=draw(st.integers(0, 3)),
         window=draw(st.integers(1, 3 * per_step * per_version)),
-        max_alive=1000,
+        max_alive=draw(st.integers(per_step * per_version, 4 * per_step * per_version + 2)),
         max_lag_allowed=0,
         total_groups=draw(st.none() | st.integers(1, 25)),
     )
-    return replace(bounds, max_lag_allowed=bounds.max_lag)
+    bounds = replace(bounds, max_lag_allowed=bounds.max_lag)
+    return replace(bounds, min_batches=draw(st.integers(1, bounds.most_ready // per_step)))
 
 
 class Kills(RuleBasedStateMachine):

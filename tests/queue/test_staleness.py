@@ -1,314 +1,80 @@
-"""The staleness bound holds over arbitrary interleavings, and a run that can continue never stops."""
+"""The staleness bound holds and is reached, and a run that can continue never stops."""
 
 from __future__ import annotations
 
-import copy
-from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from freewheel.queue.ledger import Failure, Ledger, data_failure, infra_failure
 from freewheel.queue.staleness import Bounds, PolicyState, StalenessPolicy
 
-ENGINES = 3
-PREFETCH = 2
-"""Batches that a trainer may hold: the one it trains on and the next."""
 ENOUGH_STEPS = 4
 """Further steps that show that an endless run continues: past a version of three steps."""
 ROUNDS = 60
 """Rounds of the fair schedule within which every small run must have ended."""
 
 
-@dataclass
-class Group:
-    ordinal: int
-    engine: int
-    born: int
-    """The version of its first token."""
-
-
 class Pipeline:
-    """The policy and the ledger as `MessageQueue` uses them, with engines and a trainer that follow the protocol."""
+    """The policy with engines and a trainer that follow the protocol. test_kills.py has all interleavings."""
 
-    def __init__(self, bounds: Bounds, prompts: int | None = None, *, reliable: bool = True) -> None:
-        """`reliable`: no engine loses weights that it confirmed. Otherwise only the check at consumption holds."""
+    def __init__(self, bounds: Bounds, prompts: int | None = None) -> None:
         self.policy = StalenessPolicy(bounds)
-        self.ledger = Ledger(total=prompts)
-        self.reliable = reliable
-        self.engines = [0] * ENGINES
-        self.groups: dict[int, Group] = {}
+        self.prompts_left = prompts
+        self.born: dict[int, int] = {}
+        """Sequence → the version of its first token."""
         self.open: list[int] = []
-        self.ready: list[int] = []
-        self.steps: deque[list[int]] = deque()
-        self.missing = 0
-        """Groups of the last step in `steps` that are being replaced."""
-        self.trained: list[int] = []
-        """Ordinals."""
+        self.steps: list[list[int]] = []
         self.steps_done = self.short_steps = 0
 
-    @property
-    def can_admit(self) -> bool:
-        self.policy.exhausted = self.ledger.exhausted
-        return self.policy.room > 0 and not self.policy.exhausted
-
-    def admit(self, engine: int = 0) -> None:
-        issued = self.ledger.issue()
-        assert issued is not None
+    def admit(self) -> bool:
+        self.policy.exhausted = self.prompts_left == 0
+        if self.policy.room == 0 or self.policy.exhausted:
+            return False
         sequence = self.policy.admit()
-        self.groups[sequence] = Group(issued[0], engine, self.engines[engine])
+        self.born[sequence] = self.policy.published
         self.open.append(sequence)
+        if self.prompts_left is not None:
+            self.prompts_left -= 1
         assert self.policy.alive <= self.policy.bounds.capacity
+        return True
 
     def admit_all(self) -> None:
-        while self.can_admit:
-            self.admit()
+        while self.admit():
+            pass
 
     def finish(self, sequence: int) -> None:
         self.open.remove(sequence)
-        self.ready.append(sequence)
         self.policy.finish(sequence)
 
-    def fail(self, sequence: int, failure: Failure | None) -> None:
-        """An attempt fails, open or ready; None: it is repeated at no cost."""
-        (self.open if sequence in self.open else self.ready).remove(sequence)
-        ordinal = self.groups.pop(sequence).ordinal
-        self.policy.drop(sequence)
-        if failure:
-            self.ledger.fail(ordinal, failure)
-        else:
-            self.ledger.retry(ordinal, "stale")
-
-    def select(self, count: int, *, starting: bool = True) -> list[int]:
-        self.policy.exhausted = self.ledger.exhausted
-        chosen = self.policy.select(count, starting=starting)
-        for sequence in chosen:
-            assert sequence < min(self.open + self.ready) + self.policy.bounds.window
-            self.ready.remove(sequence)
-        return chosen
-
     def take(self) -> bool:
-        chosen = self.select(self.policy.bounds.groups_per_step)
-        if chosen:
-            self.steps.append(chosen)
+        chosen = self.policy.select(self.policy.bounds.groups_per_step)
+        self.steps += [chosen] if chosen else []
         return bool(chosen)
 
-    def replace(self, sequence: int) -> None:
-        """A group of the last batch is given up as stale."""
-        self.steps[-1].remove(sequence)
-        self.policy.drop(sequence)
-        self.ledger.retry(self.groups.pop(sequence).ordinal, "stale")
-        self.missing += 1
-
-    def refill(self) -> None:
-        found = self.select(self.missing, starting=False) if self.missing else []
-        self.steps[-1] += found
-        self.missing = 0 if self.policy.dry else self.missing - len(found)
-        if not self.missing and not self.steps[-1]:
-            self.steps.pop()
-
-    def untake(self) -> None:
-        given = self.steps.pop()
-        self.policy.untake(given)
-        self.ready += given
-        self.missing = 0
-
     def commit(self) -> None:
-        born = [self.groups[one].born for one in self.steps[0]]
-        stale = self.policy.bounds.find_stale(born, self.policy.version)
-        assert not (stale and self.reliable), "a group lags more than the proof allows"
-        if stale and len(self.steps) > 1:  # the next batch goes back, so that the groups come in order
-            self.untake()
-        if stale:
-            for sequence in [self.steps[0][index] for index in stale]:
-                self.replace(sequence)
-            self.refill()
-            return
-        bounds, step = self.policy.bounds, self.steps.popleft()
-        assert 0 < len(step) <= bounds.groups_per_step
-        if len(step) < bounds.groups_per_step:
-            assert not self.policy._untaken and self.policy.dry, "a short step, and more groups would have come"
-            self.short_steps += 1
-        ordinals = [self.groups.pop(sequence).ordinal for sequence in step]
-        self.ledger.train(ordinals)
-        self.trained += ordinals
+        step = self.steps.pop(0)
+        assert not self.policy.bounds.find_stale([self.born[one] for one in step], self.policy.version)
+        self.short_steps += len(step) < self.policy.bounds.groups_per_step
         self.policy.commit(step)
         self.steps_done += 1
 
     def publish(self) -> None:
-        self.engines = [self.policy.version] * ENGINES
         self.policy.publish(self.policy.version)
-
-    @property
-    def finished(self) -> bool:
-        self.policy.exhausted = self.ledger.exhausted
-        return self.policy.finished
 
     def run_fairly(self) -> None:
         """Everybody works in turns: the run must end, or make some more steps."""
         enough = self.steps_done + ENOUGH_STEPS
         for _ in range(ROUNDS):
-            if self.finished or self.steps_done >= enough:
-                break
+            if self.policy.finished or self.steps_done >= enough:
+                return
             self.admit_all()
             for sequence in list(self.open):
                 self.finish(sequence)
-            if self.missing:
-                self.refill()
-            if not self.steps:
-                self.take()
-            if self.steps and not self.missing:
+            if self.take():
                 self.commit()
             self.publish()
-        state = f"{self.policy.__dict__} {self.missing=} {self.steps=} {self.ledger.__dict__}"
-        assert self.finished or self.steps_done >= enough, state
-        assert len(set(self.trained)) == len(self.trained)
-
-
-@st.composite
-def some_bounds(draw: st.DrawFn) -> Bounds:
-    """Bounds that the configuration accepts."""
-    per_step, per_version = draw(st.integers(1, 4)), draw(st.integers(1, 3))
-    bounds = Bounds(
-        groups_per_step=per_step,
-        steps_per_version=per_version,
-        threshold=draw(st.integers(0, 3)),
-        window=draw(st.integers(1, 3 * per_step * per_version)),
-        max_alive=draw(st.integers(per_step * per_version, 4 * per_step * per_version + 2)),
-        max_lag_allowed=0,
-        total_groups=draw(st.none() | st.integers(1, 25)),
-    )
-    bounds = replace(bounds, max_lag_allowed=bounds.max_lag)
-    return replace(bounds, min_batches=draw(st.integers(1, bounds.most_ready // per_step)))
-
-
-class Interleavings(RuleBasedStateMachine):
-    reliable = True
-
-    @initialize(bounds=some_bounds(), prompts=st.none() | st.integers(1, 25))
-    def start(self, bounds: Bounds, prompts: int | None) -> None:
-        self.run = Pipeline(bounds, prompts, reliable=self.reliable)
-
-    # Rules that fill the pipeline come several at a time: long runs would otherwise be rare.
-    @precondition(lambda self: self.run.can_admit)
-    @rule(engine=st.integers(0, ENGINES - 1), count=st.integers(1, 8))
-    def groups_are_admitted(self, engine: int, count: int) -> None:
-        for _ in range(count):
-            if self.run.can_admit:
-                self.run.admit(engine)
-
-    @precondition(lambda self: self.run.open)
-    @rule(choices=st.lists(st.integers(0, 99), max_size=8))
-    def groups_finish(self, choices: list[int]) -> None:
-        """No choice: all but the oldest."""
-        chosen = sorted(self.run.open)[1:] if not choices else []
-        for choice in choices:
-            chosen.append(self.run.open[choice % len(self.run.open)])
-        for sequence in dict.fromkeys(chosen):
-            self.run.finish(sequence)
-
-    @precondition(lambda self: self.run.open or self.run.ready)
-    @rule(
-        choice=st.integers(0, 99),
-        failure=st.sampled_from([infra_failure("engine", ""), data_failure("reward", ""), None]),
-    )
-    def one_fails(self, choice: int, failure: Failure | None) -> None:
-        alive = self.run.open + self.run.ready
-        self.run.fail(alive[choice % len(alive)], failure)
-
-    @precondition(lambda self: self.run.open)
-    @rule(engine=st.integers(0, ENGINES - 1))
-    def an_engine_dies(self, engine: int) -> None:
-        for sequence in [one for one in self.run.open if self.run.groups[one].engine == engine]:
-            self.run.fail(sequence, infra_failure("lost", ""))
-        self.run.engines[engine] = self.run.policy.version
-
-    @precondition(lambda self: len(self.run.steps) < PREFETCH and not self.run.missing)
-    @rule()
-    def take(self) -> None:
-        self.run.take()
-
-    @precondition(lambda self: self.run.steps and self.run.steps[-1])
-    @rule(choice=st.integers(0, 99))
-    def one_is_stale(self, choice: int) -> None:
-        step = self.run.steps[-1]
-        self.run.replace(step[choice % len(step)])
-
-    @precondition(lambda self: self.run.missing)
-    @rule()
-    def refill(self) -> None:
-        self.run.refill()
-
-    @precondition(lambda self: self.run.steps)
-    @rule(everything=st.booleans())
-    def give_back(self, everything: bool) -> None:
-        self.run.untake()
-        while everything and self.run.steps:
-            self.run.untake()
-
-    @precondition(lambda self: len(self.run.steps) > (1 if self.run.missing else 0))
-    @rule()
-    def commit(self) -> None:
-        self.run.commit()
-
-    @rule(engine=st.integers(0, ENGINES - 1), behind=st.integers(0, 2))
-    def an_engine_loads(self, engine: int, behind: int) -> None:
-        self.run.engines[engine] = max(self.run.engines[engine], self.run.policy.version - behind)
-
-    @rule(behind=st.integers(0, 1))
-    def a_version_is_published(self, behind: int) -> None:
-        self.run.policy.publish(max(0, min(self.run.engines) - behind))
-
-    @rule()
-    def all_load_and_publish(self) -> None:
-        self.run.publish()
-
-    @rule()
-    def the_run_could_continue_from_here(self) -> None:
-        copy.deepcopy(self.run).run_fairly()
-
-    @invariant()
-    def the_policy_counts_the_groups(self) -> None:
-        if hasattr(self, "run"):
-            policy = self.run.policy
-            assert policy.alive <= policy.bounds.capacity
-            assert (policy.open, policy.ready) == (len(self.run.open), len(self.run.ready))
-            assert policy.bounds.total_groups is None or policy.trained <= policy.bounds.total_groups
-            assert policy.finished is False or not self.run.groups
-
-    def teardown(self) -> None:
-        if hasattr(self, "run"):
-            self.run.run_fairly()
-
-
-class UnreliableInterleavings(Interleavings):
-    reliable = False
-
-    @rule(engine=st.integers(0, ENGINES - 1), back=st.integers(1, 6))
-    def an_engine_is_restored_with_old_weights(self, engine: int, back: int) -> None:
-        self.run.engines[engine] = max(0, self.run.engines[engine] - back)
-
-    @rule()
-    def a_version_ends_early(self) -> None:
-        self.run.policy.complete_version()
-
-    @rule(behind=st.integers(0, 1))
-    def a_version_is_published(self, behind: int) -> None:
-        """An engine may have come back with less than it had confirmed."""
-        self.run.policy.publish(max(0, self.run.policy.version - behind))
-
-
-_SETTINGS = settings(
-    max_examples=150, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
-TestTheBoundHoldsAndNothingStops = Interleavings.TestCase
-TestTheBoundHoldsAndNothingStops.settings = _SETTINGS
-TestStaleGroupsAreAlwaysFound = UnreliableInterleavings.TestCase
-TestStaleGroupsAreAlwaysFound.settings = _SETTINGS
+        raise AssertionError(f"it stopped: {vars(self.policy)}")
 
 
 # -- the bound, and that it is reached --------------------------------------------------------------------------------
@@ -351,7 +117,7 @@ def test_the_bound_is_reached_and_not_passed(threshold: int, window: int, per_st
     hold_up(run, straggler)
     run.finish(straggler)
     assert run.take() and straggler in run.steps[0]
-    lag = run.policy.version - run.groups[straggler].born
+    lag = run.policy.version - run.born[straggler]
     assert lag == (limits.max_lag if threshold else 0)
 
 
@@ -379,7 +145,7 @@ def test_the_default_window_uses_up_what_the_configuration_allows() -> None:
 def test_a_dropped_group_frees_its_slot_at_once_and_a_trained_one_when_its_version_is_published() -> None:
     run = Pipeline(bounds(threshold=2, per_step=1))
     run.admit_all()
-    run.fail(run.open[0], infra_failure("engine", "died"))
+    run.policy.drop(run.open.pop(0))
     assert run.policy.room == 1, "at threshold 0 the next version may need this very group"
     run.admit()
     for _ in range(3):
@@ -472,7 +238,7 @@ def test_exactly_as_many_batches_as_the_configuration_allows_can_be_ready(
 def test_only_the_last_step_is_short(total_groups: int | None, prompts: int | None) -> None:
     run = Pipeline(bounds(threshold=1, window=4, min_batches=2, total_groups=total_groups), prompts)
     run.run_fairly()
-    assert run.finished
+    assert run.policy.finished
     assert run.policy.trained == min(one for one in (total_groups, prompts) if one is not None)
     assert run.short_steps == 1
 

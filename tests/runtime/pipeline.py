@@ -2,12 +2,14 @@
 
     Rollouter, Rollouter … ─▶ MessageQueue ─▶ FullyAsyncTrainer ─▶ ParameterSynchronizer ─▶ Rollouter …
 
-`run_pipeline` returns what runs are compared by: the groups of each step, its metrics, and the weights.
+`run_pipeline` returns what runs are compared by: the groups of each step, its metrics, and the weights. With a `Fate`
+the run dies at one of its calls between parts: its memory is lost, and nothing in progress reaches the disk.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,12 +19,14 @@ import msgspec
 import torch
 
 from freewheel.data.group import PromptGroup
-from freewheel.queue.journal import CheckpointMark
+from freewheel.observe.run_folder import JOURNAL
+from freewheel.queue.journal import CheckpointMark, Journal
 from freewheel.queue.ledger import Frontier
 from freewheel.queue.message_queue import MessageQueue
 from freewheel.rollout.reward_functions import load_reward
 from freewheel.rollout.rollouter import Rollouter
 from freewheel.runtime.building import (
+    OpenedQueue,
     RolloutSide,
     TrainSide,
     evaluation_metrics,
@@ -38,6 +42,7 @@ from freewheel.runtime.plan import Plan, resolve
 from freewheel.sync.synchronizer import ParameterSynchronizer
 from freewheel.sync.weights import Weights
 from freewheel.trainer.backend import Row
+from freewheel.trainer.checkpoint import CheckpointFailed
 from freewheel.trainer.trainer import Ending, FullyAsyncTrainer
 
 RUN_S = 60.0
@@ -171,6 +176,70 @@ class Watched:
         return found
 
 
+class Killed(BaseException):
+    """Never handled: a killed part does nothing more."""
+
+
+class Fate:
+    """Decides when a run dies: at its `last` call between two parts. None: never."""
+
+    def __init__(self, last: int | None = None) -> None:
+        self.left = last
+        self.dead = asyncio.Event()
+
+    def passes(self) -> None:
+        if self.left is not None:
+            self.left -= 1
+            if self.left <= 0:
+                self.dead.set()
+        if self.dead.is_set():
+            raise Killed
+
+    async def strikes(self) -> None:
+        await self.dead.wait()
+        raise Killed
+
+
+class Through:
+    """A part as another one calls it."""
+
+    def __init__(self, part: Any, fate: Fate) -> None:
+        self._part = part
+        self._fate = fate
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            self._fate.passes()
+            found = await getattr(self._part, name)(*args, **kwargs)
+            self._fate.passes()
+            return found
+
+        return call
+
+
+class MortalSaver:
+    """Writes nothing after the run's death."""
+
+    def __init__(self, saver: Any, fate: Fate) -> None:
+        self._saver, self._fate = saver, fate
+
+    def save(self, *args: Any) -> int:
+        if self._fate.dead.is_set():
+            raise CheckpointFailed("killed")
+        return int(self._saver.save(*args))
+
+
+def silence(opened: OpenedQueue) -> None:
+    """Keep everything that is not on the disk yet from getting there."""
+    assert opened.journal is not None
+
+    def dead(*_: Any, **__: Any) -> None:
+        raise OSError("killed")
+
+    for name in ("append", "compact"):
+        setattr(opened.journal._journal, name, dead)
+
+
 @dataclass(kw_only=True)
 class Pipeline:
     """A live run, for `during`."""
@@ -189,8 +258,12 @@ async def run_pipeline(
     reward: Callable[..., Any] | None = None,
     resume: Path | None = None,
     during: Callable[[Pipeline], Any] | None = None,
+    fate: Fate | None = None,
+    record: Finished | None = None,
 ) -> Finished:
-    """Run `config` to its end. `reward` replaces the task's own. `during` runs concurrently."""
+    """Run `config` to its end, or raise `Killed`. `reward` replaces the task's own. `during` runs concurrently.
+    `record` also has the steps of earlier lives."""
+    fate = fate or Fate()
     config = msgspec.structs.replace(config, run_dir=str(run_dir))
     run_dir.mkdir(exist_ok=True)
     plan = plan_of(config)
@@ -201,17 +274,21 @@ async def run_pipeline(
     sides = rollout_sides(config, plan, train_side, replicas, reward)
     opened = await open_queue(config, run_dir, total_prompts=sides[0].prompts.total, checkpoint=mark)
     queue = opened.queue
-    version = mark.version
-    rollouters = [side.rollouter(queue) for side in sides]
-    sync = synchronizer(config, {rollouter.name: rollouter for rollouter in rollouters}, queue, version=version)
+    called: Any = Through(queue, fate)
+    rollouters = [side.rollouter(called) for side in sides]
+    replicas_called: Any = {rollouter.name: Through(rollouter, fate) for rollouter in rollouters}
+    sync = synchronizer(config, replicas_called, called, version=mark.version)
 
     async def evaluate(_: int) -> dict[str, float] | None:
         return evaluation_metrics([await side.evaluate(i, len(sides)) for i, side in enumerate(sides)])
 
-    finished = Finished(ending="finished")
-    trainer = train_side.trainer(queue, DirectPublisher(sync), evaluate)
+    finished = record or Finished(ending="finished")
+    train_side.saver = MortalSaver(train_side.saver, fate)  # type: ignore[assignment]
+    publisher: Any = Through(DirectPublisher(sync), fate)
+    trainer = train_side.trainer(called, publisher, evaluate)
     trainer.backend = Watched(trainer, finished)  # type: ignore[assignment]
     working = [asyncio.create_task(part.run()) for part in (*rollouters, sync)]
+    working.append(asyncio.create_task(fate.strikes()))
     training = asyncio.create_task(trainer.run())
     if during is not None:
         pipeline = Pipeline(queue=queue, rollouters=rollouters, sync=sync, trainer=trainer)
@@ -226,6 +303,8 @@ async def run_pipeline(
         finished.rollouters = [rollouter.stats() for rollouter in rollouters]
         finished.frontier = queue.ledger.frontier()
     finally:
+        if fate.dead.is_set():
+            silence(opened)
         await queue.close()
         for task in (training, *working):
             task.cancel()
@@ -233,8 +312,15 @@ async def run_pipeline(
         for rollouter in rollouters:
             await rollouter.close()
         trainer.close()
-        await opened.close()
+        with contextlib.suppress(OSError):  # of a killed run
+            await opened.close()
     return finished
+
+
+def journal_of(run_dir: Path) -> dict[int, list[int]]:
+    """Read each step's ordinals from the journal."""
+    with contextlib.closing(Journal(run_dir / JOURNAL, readonly=True)) as journal:
+        return {one.step: sorted(ticket.ordinal for ticket in one.tickets) for one in journal.steps(after=0)}
 
 
 def mark_of(side: TrainSide) -> CheckpointMark:

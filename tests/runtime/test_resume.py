@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,7 @@ from freewheel.queue.ledger import Frontier
 from freewheel.runtime.config import TrainConfig
 from freewheel.trainer.checkpoint import CheckpointStore
 
-from .mortal import journal_of, live
-from .pipeline import Finished, Pipeline, run_pipeline, small_config
+from .pipeline import Fate, Finished, Killed, Pipeline, journal_of, run_pipeline, small_config
 
 STEPS = 6
 EVERY = 2
@@ -145,10 +146,18 @@ def config_of(mode: str, **settings: Any) -> TrainConfig:
     )
 
 
-def deaths(seed: int | None, count: int = KILLS) -> list[int]:
-    """When each of the first `count` parts or runs dies; none does without a seed."""
+async def live(config: TrainConfig, run_dir: Path, *, seed: int, deaths: int, replicas: Sequence[int]) -> Finished:
+    """Run from start to end through deaths of everything. `replicas`: the number of rollouters in each life."""
     draw = random.Random(seed)
-    return [] if seed is None else [draw.randint(2, OFTEN) for _ in range(count)]
+    record = Finished(ending="finished")
+    for count in itertools.cycle(replicas):
+        fate = Fate(draw.randint(2, OFTEN) if record.deaths < deaths else None)
+        newest = CheckpointStore(run_dir, keep_last=2).latest()
+        try:
+            return await run_pipeline(config, run_dir=run_dir, replicas=count, resume=newest, fate=fate, record=record)
+        except Killed:
+            record.deaths += 1
+    raise AssertionError
 
 
 def assert_each_prompt_once(found: Finished, run_dir: Path) -> None:
@@ -159,46 +168,20 @@ def assert_each_prompt_once(found: Finished, run_dir: Path) -> None:
         assert found.attempts[step][-1] == ordinals, f"the weights have other prompts in step {step} than the journal"
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    return asyncio.run(live(config_of("sync"), tmp_path_factory.mktemp("undisturbed")))
-
-
-@pytest.mark.parametrize(
-    ("everything", "trainers", "queues", "replicas"),
-    [(0, None, None, 1), (None, 2, None, 1), (None, None, 3, 2)],
-    ids=["everything", "trainers", "queues"],
-)
-async def test_a_sync_run_has_the_same_weights_after_five_deaths(
-    undisturbed: Finished,
-    tmp_path: Path,
-    everything: int | None,
-    trainers: int | None,
-    queues: int | None,
-    replicas: int,
-) -> None:
-    found = await live(
-        config_of("sync"),
-        tmp_path,
-        kills=iter(deaths(everything)),
-        trainers=deaths(trainers),
-        queues=deaths(queues, KILLS - 1),
-        replicas=[replicas],
-    )
-    assert found.deaths == KILLS - (queues is not None)
-    assert_each_prompt_once(found, tmp_path)
+async def test_a_sync_run_has_the_same_weights_after_five_deaths(tmp_path: Path) -> None:
+    config = config_of("sync")
+    undisturbed = await live(config, tmp_path / "alone", seed=0, deaths=0, replicas=[1])
+    found = await live(config, tmp_path / "killed", seed=0, deaths=KILLS, replicas=[1, 2])
+    assert found.deaths == KILLS
+    assert_each_prompt_once(found, tmp_path / "killed")
     for step, times in undisturbed.attempts.items():
         assert found.attempts[step][-1] == times[-1]
-        assert queues is None or len(found.attempts[step]) == 1, "the trainer lived, and trained each step once"
     assert found.same_weights_as(undisturbed)
 
 
 async def test_versions_of_several_steps_are_the_same_after_every_death(tmp_path: Path) -> None:
     """A prompt may move to another step of its version: unfinished groups are issued again after stored ones."""
-    config = config_of("sync", sync_every_steps=3)
-    kills = iter(deaths(8, 3))
-    found = await live(config, tmp_path, kills=kills, trainers=deaths(9, 2), queues=deaths(10, 2))
-    assert found.deaths >= 3
+    found = await live(config_of("sync", sync_every_steps=3), tmp_path, seed=8, deaths=KILLS, replicas=[1])
     assert_each_prompt_once(found, tmp_path)
     assert set(found.lags) == {0}
     of_version = [[1, 2, 3], [4, 5, 6], [7, 8]]
@@ -207,29 +190,17 @@ async def test_versions_of_several_steps_are_the_same_after_every_death(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("settings", "everything", "trainers", "queues", "replicas"),
+    "settings",
     [
-        ({"staleness_threshold": 1, "max_staleness_allowed": 2, "sync_every_steps": 2}, 4, None, None, [1, 3, 2]),
-        ({"staleness_threshold": 2, "max_staleness_allowed": 3}, None, 6, 7, [2]),
+        {"staleness_threshold": 1, "max_staleness_allowed": 2, "sync_every_steps": 2},
+        {"staleness_threshold": 2, "max_staleness_allowed": 3},
     ],
-    ids=["another number of rollouters in each life", "trainers and queues"],
+    ids=["versions of two steps", "versions of one step"],
 )
 async def test_a_streaming_run_with_many_deaths_trains_every_prompt_once(
-    tmp_path: Path,
-    settings: dict[str, int],
-    everything: int | None,
-    trainers: int | None,
-    queues: int | None,
-    replicas: list[int],
+    tmp_path: Path, settings: dict[str, int]
 ) -> None:
-    found = await live(
-        config_of("fully_async", **settings),
-        tmp_path,
-        kills=iter(deaths(everything)),
-        trainers=deaths(trainers, 3),
-        queues=deaths(queues, 4),
-        replicas=replicas,
-    )
-    assert found.deaths >= KILLS
+    found = await live(config_of("fully_async", **settings), tmp_path, seed=4, deaths=KILLS, replicas=[1, 3, 2])
+    assert found.deaths == KILLS
     assert_each_prompt_once(found, tmp_path)
     assert max(found.lags) <= settings["max_staleness_allowed"]

@@ -27,8 +27,7 @@ from freewheel.runtime.main import FullyAsyncMain
 from freewheel.trainer.checkpoint import CheckpointStore, RunLock
 
 from ..ray_runs import WAIT_S, count_steps, local_ray, processes, running, wait_until
-from .mortal import journal_of
-from .pipeline import plan_of, small_config
+from .pipeline import journal_of, plan_of, small_config
 from .standins import View
 from .traces import Trace, check_lives
 
