@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
-from freewheel.sync.device import DevicePacker, DeviceWeights
+from freewheel.sync.device import DevicePacker, DeviceWeights, separate_stream
 from freewheel.sync.weights import BUCKET_BYTES, AnyWeights, Entry, Packer, WeightsGone, bucket_sizes, by_bucket, pack
 
 if TYPE_CHECKING:
@@ -341,7 +341,7 @@ class WeightServer:
         assert weights.buffers is not None, "these weights are another process's"
         failure = None
         try:
-            with _on(weights.buffers[0]):
+            with separate_stream(weights.buffers[0].device):
                 group = self._group(connection, request, "nccl" if weights.buffers[0].is_cuda else "gloo")
                 send(group, request["key"], weights.checksum, weights.entries, weights.buffers)
         except Exception as error:  # noqa: BLE001  # the engine receives it; whatever it is, this group is out of step
@@ -369,18 +369,6 @@ class WeightServer:
         _, left = self._groups.pop(receiver, (None, None))
         if left is not None:
             left.close()
-
-
-@contextlib.contextmanager
-def _on(buffer: torch.Tensor) -> Iterator[None]:
-    """Use a separate stream, so that neither this nor the training thread waits for the other."""
-    import torch
-
-    if not buffer.is_cuda:
-        yield
-        return
-    with torch.cuda.device(buffer.device), torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
-        yield
 
 
 def own_address() -> str:

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import base64
 import os
-import select
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,7 @@ from freewheel.sync.weights import (
     sum_of_buckets,
     views,
 )
+from freewheel.utils.processes import wait_for_end
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -95,6 +96,7 @@ class DeviceWeights(AnyWeights):
     checksum: int
     owner: Owner
     make_handles: Callable[[], list[Handle]]
+    """Returns `handles`."""
     buffers: Sequence[torch.Tensor] | None = None
     """One per bucket, in the owner's process."""
     travels_as: Callable[[DeviceWeights], Any] | None = None
@@ -118,14 +120,8 @@ class DeviceWeights(AnyWeights):
             return views(self.entries, [MAPPINGS.open(handle, self.owner) for handle in self.handles])
 
     def on_host(self) -> Weights:
-        """Copy on a separate stream: a copy of seconds must not delay the next step."""
-        import torch
-
         held = self.tensors()
-        cuda = next((one.device for one in held.values() if one.is_cuda), None)
-        if cuda is None:
-            return pack(held, checksum=self.checksum)
-        with torch.cuda.stream(torch.cuda.Stream(cuda)):  # type: ignore[no-untyped-call]
+        with separate_stream(next(iter(held.values())).device):  # a copy of seconds must not delay the next step
             return pack(held, checksum=self.checksum)
 
 
@@ -137,22 +133,29 @@ def _itself(arrived: Any) -> Any:
     return arrived
 
 
+@contextmanager
+def separate_stream(device: torch.device) -> Iterator[None]:
+    """On a GPU, use another stream, so that neither this nor the training thread waits for the other."""
+    import torch
+
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        yield
+
+
+@dataclass
 class _Slot:
     """Buffers for one version."""
 
-    def __init__(self, buffers: list[torch.Tensor], share: Share) -> None:
-        self.buffers = buffers
-        self.taken = True
-        self._share = share
-        self._handles: list[Handle] | None = None
+    buffers: list[torch.Tensor]
+    share: Share
+    taken: bool = True
 
+    @cached_property
     def handles(self) -> list[Handle]:
-        if self._handles is None:
-            self._handles = [self._share(buffer) for buffer in self.buffers]
-        return self._handles
-
-    def release(self) -> None:
-        self.taken = False
+        return [self.share(buffer) for buffer in self.buffers]
 
 
 class DevicePacker:
@@ -168,7 +171,7 @@ class DevicePacker:
     ) -> None:
         """`travels_as`: returns what is pickled instead of the weights."""
         self._bucket_bytes = bucket_bytes
-        self._share = share or shared
+        self._share = share or make_handle
         self._travels_as = travels_as
         self._slots: list[_Slot] = []
 
@@ -184,8 +187,8 @@ class DevicePacker:
             checksum = sum_of_buckets(entries, slot.buffers)
         if device.type == "cuda":  # readers are in other processes and do not know our streams
             torch.cuda.current_stream(device).synchronize()
-        weights = DeviceWeights(entries, checksum, Owner.here(), slot.handles, slot.buffers, self._travels_as)
-        weakref.finalize(weights, slot.release).atexit = False
+        weights = DeviceWeights(entries, checksum, Owner.here(), lambda: slot.handles, slot.buffers, self._travels_as)
+        weakref.finalize(weights, setattr, slot, "taken", False).atexit = False
         return weights
 
     def _free(self, sizes: list[int], device: torch.device) -> _Slot:
@@ -214,7 +217,7 @@ _FIRST_FIELD = 7
 """Of the arguments of torch's `rebuild_cuda_tensor`: from here on they name the memory. Earlier ones are known."""
 
 
-def shared(buffer: torch.Tensor) -> Handle:
+def make_handle(buffer: torch.Tensor) -> Handle:
     """Return a handle to a CUDA buffer. Make it once: each counts as another reader for torch."""
     from torch.multiprocessing.reductions import reduce_tensor
 
@@ -224,7 +227,7 @@ def shared(buffer: torch.Tensor) -> Handle:
     return {**place, "fields": fields}
 
 
-def opened(handle: Handle) -> torch.Tensor:
+def open_handle(handle: Handle) -> torch.Tensor:
     """Open the buffer of another process."""
     import torch
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
@@ -266,21 +269,13 @@ class Mappings:
             self._open.clear()
 
     def _watch(self, owner: Owner) -> None:
-        """Wait for the owner's end."""
-        with suppress(ProcessLookupError):  # it has ended already
-            process = os.pidfd_open(owner.pid)
-            try:
-                ends = select.poll()
-                ends.register(process, select.POLLIN)
-                while owner.alive:  # otherwise the number belongs to another process now
-                    ends.poll()
-            finally:
-                os.close(process)
+        if owner.alive:  # otherwise the number may belong to another process now
+            wait_for_end(owner.pid)
         with self._lock:
             if self._owner == owner:
                 self._open.clear()
                 self._owner = None
 
 
-MAPPINGS = Mappings(opened)
+MAPPINGS = Mappings(open_handle)
 """The mappings of this process."""

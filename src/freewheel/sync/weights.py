@@ -129,16 +129,12 @@ def content_sum(tensors: Iterable[torch.Tensor]) -> int:
     """
     import torch
 
-    found: dict[Any, torch.Tensor] = {}
     with torch.no_grad():
-        for tensor in tensors:
-            if not tensor.numel():
-                continue
-            sums = _power_sums(tensor.detach().reshape(-1))
-            before = found.get(tensor.device)
-            found[tensor.device] = sums if before is None else before + sums
-    totals: list[list[int]] = [sums.tolist() for sums in found.values()]
-    mixed = sum(_LINEAR * linear + _SQUARE * square for linear, square in totals)
+        sums = [_power_sums(tensor.detach().reshape(-1)) for tensor in tensors if tensor.numel()]
+        if not sums:
+            return 0
+        linear, square = torch.stack([one.to(sums[0].device) for one in sums]).sum(0).tolist()
+    mixed: int = _LINEAR * linear + _SQUARE * square
     return mixed % (1 << SUM_BITS)
 
 
