@@ -7,12 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from freewheel.data.group import PromptGroup
-
-from . import rank_tasks
 from .groups import CUSTOM, make_group, make_response, random_group
-from .rank_pool import ranks
-from .rank_tasks import Learnt, learn
+from .processes import Learnt, learn, learn_poisoned, processes
 from .test_torch_backend import poisoned
 
 pytestmark = pytest.mark.timeout(300)
@@ -55,7 +51,7 @@ ALGORITHMS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
 def test_two_ranks_learn_what_one_process_learns(algorithm: dict[str, Any]) -> None:
-    lead, other = ranks(2).run(learn, STEPS, algorithm=algorithm, **FIRM)
+    lead, other = processes(2).run(learn, STEPS, algorithm=algorithm, **FIRM)
     same(lead, learn(None, STEPS, algorithm=algorithm, **FIRM))
     assert lead.metrics == other.metrics and lead.updates == other.updates
     assert not other.weights, "what is published is rank 0's alone"
@@ -74,7 +70,7 @@ def test_two_ranks_learn_what_one_process_learns(algorithm: dict[str, Any]) -> N
     ids=str,
 )
 def test_two_ranks_learn_the_same_with_any_model_and_any_way_to_save_memory(options: dict[str, Any]) -> None:
-    lead, _ = ranks(2).run(learn, STEPS, **FIRM, **options)
+    lead, _ = processes(2).run(learn, STEPS, **FIRM, **options)
     options.pop("crowded", None)
     same(lead, learn(None, STEPS, **FIRM, **options))
 
@@ -86,45 +82,36 @@ def test_a_rank_without_samples_changes_nothing(algorithm: dict[str, Any], world
     scored = make_group(0, [make_response([5, 6, 7], value=1.0), make_response([8], value=float("nan"))])
     few = [scored] if world == 2 else [scored, make_group(1, [make_response([3, 4], value=0.5)])]
     options = {"algorithm": {**algorithm, "normalise": "none"}, **FIRM}
-    lead, *others = ranks(world).run(learn, [few, GROUPS, few], **options)
+    lead, *others = processes(world).run(learn, [few, GROUPS, few], **options)
     same(lead, learn(None, [few, GROUPS, few], **options))
     assert all(other.metrics == lead.metrics for other in others)
 
 
-def test_groups_without_rewards_change_nothing() -> None:
-    nothing = [random_group(0, failed=range(4))]
-    lead, other = ranks(2).run(learn, [nothing])
-    assert lead.updates == other.updates == 0
-    assert lead.metrics == learn(None, [nothing]).metrics
-
-
-def long_and_poisoned() -> list[PromptGroup]:
-    return [poisoned(GROUPS[0]), *GROUPS[1:]]
+POISONED = [poisoned(GROUPS[0]), *GROUPS[1:]]
+"""One sample is bad, and one rank has it."""
 
 
 def test_a_gradient_that_is_not_finite_on_one_rank_is_applied_on_none() -> None:
-    lead, other = ranks(2).run(rank_tasks.learn_poisoned, GROUPS, long_and_poisoned())
-    for before, after, metrics, _ in (lead, other):
+    for before, after, metrics in processes(2).run(learn_poisoned, GROUPS, POISONED):
         assert bitwise(before, after)
         assert metrics["actor/skipped_nonfinite"] == 1 and "actor/loss" not in metrics
         assert all(map(np.isfinite, metrics.values()))
-    assert sorted(has_poison for *_, has_poison in (lead, other)) == [False, True], "the poison is on one rank only"
 
 
 def test_three_refused_updates_in_a_row_end_the_run_on_every_rank() -> None:
-    lead, other = ranks(2).run(learn, [long_and_poisoned()] * 4)
+    lead, other = processes(2).run(learn, [POISONED] * 4)
     assert "3 updates in a row" in lead.error and lead.error == other.error
     assert lead.updates == other.updates == 0
 
 
 def test_the_same_groups_give_the_same_weights_to_the_bit_in_any_order() -> None:
-    first, *_ = ranks(3).run(learn, [GROUPS, GROUPS])
-    again, *_ = ranks(3).run(learn, [GROUPS[::-1], GROUPS[::-1]])
+    first, *_ = processes(3).run(learn, [GROUPS, GROUPS])
+    again, *_ = processes(3).run(learn, [GROUPS[::-1], GROUPS[::-1]])
     assert bitwise(first.weights, again.weights)
 
 
 def test_in_bfloat16_gradients_are_those_of_float32_within_its_rounding() -> None:
-    lead, _ = ranks(2).run(learn, [GROUPS], dtype="bfloat16", algorithm={"name": "ppo"})
+    lead, _ = processes(2).run(learn, [GROUPS], dtype="bfloat16", algorithm={"name": "ppo"})
     wanted = learn(None, [GROUPS], algorithm={"name": "ppo"})
     for mine, its in zip(lead.gradients, wanted.gradients, strict=True):
         flat, exact = (np.concatenate([one[name].ravel() for name in its]) for one in (mine, its))

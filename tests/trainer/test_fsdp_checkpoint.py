@@ -14,9 +14,20 @@ from freewheel.errors import DataError
 from freewheel.trainer.checkpoint import TRAINING, Checkpoint
 from freewheel.trainer.sharded_checkpoint import WHOLE, own_rows, read_rows
 
-from . import rank_tasks
-from .rank_pool import ranks
-from .rank_tasks import Arrays, arrays, learn, make_backend
+from .processes import (
+    Arrays,
+    arrays,
+    learn,
+    learn_and_write,
+    learn_from,
+    loaded_from,
+    make_backend,
+    processes,
+    refused,
+    seen_by_rank_0_only,
+    whole_state,
+    write_during_steps,
+)
 from .test_fsdp import GROUPS, bitwise, same
 
 pytestmark = pytest.mark.timeout(300)
@@ -27,7 +38,7 @@ PPO: dict[str, Any] = {"algorithm": {"name": "ppo"}, "optimizer": {"eps": 1e-3}}
 
 def saved_by(world: int, folder: Path, **options: Any) -> Arrays:
     """Return the complete state after two steps."""
-    lead, *_ = ranks(world).run(rank_tasks.learn_and_write, [GROUPS, GROUPS], str(folder), **options)
+    lead, *_ = processes(world).run(learn_and_write, [GROUPS, GROUPS], str(folder), **options)
     whole: Arrays = lead
     return whole
 
@@ -48,9 +59,9 @@ def test_any_number_of_ranks_loads_what_two_ranks_saved(tmp_path: Path, world: i
     if world == 1:
         backend = make_backend(None, **PPO)
         backend.load_files(files, {"nonfinite": 1})
-        found = rank_tasks.whole_state(backend)
+        found = whole_state(backend)
     else:
-        found, *_ = ranks(world).run(rank_tasks.loaded_from, list(map(str, files)), **PPO)
+        found, *_ = processes(world).run(loaded_from, list(map(str, files)), **PPO)
     assert bitwise(found, whole)
 
 
@@ -61,21 +72,21 @@ def test_two_ranks_load_what_one_process_saved(tmp_path: Path, options: dict[str
     (tmp_path / TRAINING).mkdir()
     assert backend.state().write(tmp_path / TRAINING) == WHOLE
     files = Checkpoint(path=tmp_path, state={"step": 2}).tensor_files()
-    found, _ = ranks(2).run(rank_tasks.loaded_from, list(map(str, files)), **options)
-    assert bitwise(found, rank_tasks.whole_state(backend))
+    found, _ = processes(2).run(loaded_from, list(map(str, files)), **options)
+    assert bitwise(found, whole_state(backend))
 
 
 def test_training_continues_the_same_with_another_number_of_ranks(tmp_path: Path) -> None:
     saved_by(2, tmp_path, **PPO)
     files = list(map(str, sorted(tmp_path.iterdir())))
-    lead, *_ = ranks(3).run(rank_tasks.learn_from, files, [GROUPS[:3], GROUPS], **PPO)
+    lead, *_ = processes(3).run(learn_from, files, [GROUPS[:3], GROUPS], **PPO)
     backend = make_backend(None, **PPO)
     backend.load_files(sorted(tmp_path.iterdir()), {"nonfinite": 0})
     same(lead, learn(None, [GROUPS[:3], GROUPS], start=2, backend=backend))
 
 
 def test_a_state_is_written_as_it_was_copied_while_training_continues(tmp_path: Path) -> None:
-    lead, _ = ranks(2).run(rank_tasks.write_during_steps, GROUPS, str(tmp_path))
+    lead, _ = processes(2).run(write_during_steps, GROUPS, str(tmp_path))
     before, after = lead
     assert not bitwise(before, after)
     assert bitwise(arrays(read_rows(sorted(tmp_path.iterdir()))), before)
@@ -93,7 +104,7 @@ def test_a_shard_that_is_missing_or_cut_off_is_refused(tmp_path: Path) -> None:
     first, second = sorted(tmp_path.iterdir())
     with pytest.raises(DataError, match="a shard is missing"):
         read_rows([first])
-    for error in ranks(2).run(rank_tasks.refused, [str(second)]):
+    for error in processes(2).run(refused, [str(second)]):
         assert "a shard is missing" in error
     second.write_bytes(second.read_bytes()[:-8])
     with pytest.raises(DataError, match="cannot be read"):
@@ -105,11 +116,11 @@ def test_a_shard_that_is_missing_or_cut_off_is_refused(tmp_path: Path) -> None:
 def test_all_ranks_report_a_rank_that_cannot_see_the_files(tmp_path: Path) -> None:
     saved_by(2, tmp_path)
     files = list(map(str, sorted(tmp_path.iterdir())))
-    first, second = ranks(2).run(rank_tasks.seen_by_rank_0_only, files)
+    first, second = processes(2).run(seen_by_rank_0_only, files)
     assert first == second and first.startswith("rank 1: ")
 
 
 def test_a_state_of_another_model_is_refused_on_every_rank(tmp_path: Path) -> None:
     saved_by(2, tmp_path, model="llama")
-    for error in ranks(2).run(rank_tasks.refused, list(map(str, sorted(tmp_path.iterdir())))):
+    for error in processes(2).run(refused, list(map(str, sorted(tmp_path.iterdir())))):
         assert "resume with the model and the settings" in error

@@ -71,13 +71,6 @@ def test_only_the_allowed_rows_of_logits_exist_at_a_time(monkeypatch: pytest.Mon
     assert sum(rows for rows, _ in logits) == 2 * 7 - kept
 
 
-def test_a_second_backward_pass_computes_kept_logits_again() -> None:
-    hidden, weight, targets = scene(5)
-    logp, _ = head_logprobs(hidden, weight, targets, temperature=1.0, entropy_grad=False, at_once=2, kept=5)
-    first, second = (torch.autograd.grad(logp.sum(), hidden, retain_graph=True)[0] for _ in range(2))
-    assert torch.equal(first, second)
-
-
 def test_a_frozen_head_gets_no_gradient_and_the_hidden_states_do() -> None:
     hidden, weight, targets = scene(4)
     weight = weight.detach()

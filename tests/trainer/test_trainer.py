@@ -648,13 +648,13 @@ async def test_custom_metrics_are_in_the_rows_and_a_failing_hook_loses_only_thos
 
 async def test_stats_contain_the_time_of_each_activity(scene: Build, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "freewheel.trainer")
+    before = set(threading.enumerate())
     one = scene(schedule={"save_every": 2})
     await one.run()
     spans = one.trainer.stats()["spans"]
     assert {"train", "wait_batch", "save", "pack"} <= spans.keys()
     assert "Saved the checkpoint of step 2" in caplog.text
     one.trainer.close()
-    for thread in threading.enumerate():
-        if thread.name.startswith(("train_", "save_")):
-            thread.join(WAIT_S)
-            assert not thread.is_alive()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()

@@ -1,15 +1,27 @@
-"""Tasks that ranks run in tests. Processes find them by name, and return arrays instead of tensors."""
+"""Real training processes that meet over gloo, and the tasks that they run.
+
+    processes(2).run(task, …) ─▶ each rank: task(world, …) ─▶ their results, in the order of ranks
+
+Processes of each number serve all tests of a session: starting one takes longer than most tests. They find tasks by
+name, and return arrays instead of tensors.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 import threading
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch._dynamo  # noqa: F401  # FSDP imports it in its first pass; here it is imported once for all processes
+import torch._dynamo  # FSDP imports it in its first pass; here it is imported once for all processes
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -17,11 +29,62 @@ from freewheel.data.group import PromptGroup
 from freewheel.errors import DataError
 from freewheel.trainer import fsdp
 from freewheel.trainer.backend import NonFiniteLoss
-from freewheel.trainer.fsdp import FsdpBackend, World
+from freewheel.trainer.fsdp import FsdpBackend, Host, Meeting, World, join
 from freewheel.trainer.options import AlgorithmConfig, LoraConfig, OptimizerConfig
 from freewheel.trainer.torch_backend import TorchBackend
 
 from .groups import tiny_gpt2, tiny_llama, tiny_qwen
+
+ANSWER_S = 120.0
+"""Longer than any task takes on a busy machine."""
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload([__name__])  # torch and transformers are imported once
+_here: dict[str, Any] = {}
+"""What a rank keeps between its tasks."""
+
+
+@cache
+def processes(size: int) -> Processes:
+    return Processes(size)
+
+
+class Processes:
+    """Ranks that have joined one group. After a failure they are killed, because they may wait for each other."""
+
+    def __init__(self, size: int) -> None:
+        self._ranks = [ProcessPoolExecutor(1, mp_context=_CONTEXT) for _ in range(size)]
+        meeting = self._ranks[0].submit(_meet, size).result(ANSWER_S)
+        calls = [one.submit(_join, meeting, rank) for rank, one in enumerate(self._ranks)]
+        self._pids = [call.result(ANSWER_S) for call in calls]
+
+    def run(self, task: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        calls = [one.submit(_run, task, args, kwargs) for one in self._ranks]
+        done, late = wait(calls, ANSWER_S, FIRST_EXCEPTION)
+        if late or any(call.exception() for call in done):
+            processes.cache_clear()
+            for pid in self._pids:
+                os.kill(pid, signal.SIGKILL)
+        assert not late or any(call.exception() for call in done), f"{len(late)} ranks gave no answer"
+        return [call.result() for call in sorted(done, key=calls.index)]
+
+
+def _meet(size: int) -> Meeting:
+    _here["host"] = Host(fsdp.LOCAL_HOST, size)
+    return _here["host"].meeting
+
+
+def _join(meeting: Meeting, rank: int) -> int:
+    torch.set_num_threads(1)
+    _here["world"] = join(meeting, rank=rank, device="cpu", host=_here.get("host"))
+    return os.getpid()
+
+
+def _run(task: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return task(_here["world"], *args, **kwargs)
+
+
+# -- tasks ------------------------------------------------------------------------------------------------------------
 
 MODELS = {"qwen": tiny_qwen, "llama": tiny_llama, "gpt2": tiny_gpt2}
 
@@ -101,22 +164,13 @@ def whole(tensor: Tensor) -> Tensor:
 
 def learn_poisoned(
     world: World, groups: list[PromptGroup], bad: list[PromptGroup]
-) -> tuple[Arrays, Arrays, dict[str, float], bool]:
-    """Return the state before and after a step on `bad`, its metrics, and whether this rank had the bad sample."""
+) -> tuple[Arrays, Arrays, dict[str, float]]:
+    """Return the state before and after a step on `bad`, and its metrics."""
     backend = make_backend(world)
     backend.step(groups, version=0, step=0, total_steps=10)
     before = whole_state(backend)
-    had: list[bool] = []
-    micro_batches = backend._micro_batches
-
-    def noted(samples: Any) -> Any:
-        batches = micro_batches(samples)
-        had.append(any(bool(batch.behaviour.isnan().any()) for batch in batches))
-        return batches
-
-    backend._micro_batches = noted  # type: ignore[method-assign]
     metrics = backend.step(bad, version=1, step=1, total_steps=10)
-    return before, whole_state(backend), metrics, any(had)
+    return before, whole_state(backend), metrics
 
 
 def whole_state(backend: Any) -> Arrays:
