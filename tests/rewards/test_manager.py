@@ -49,22 +49,22 @@ def extra_of(manager: LengthPenaltyRewardManager, data: Any) -> dict[str, list[A
 
 
 def test_the_constructor_has_the_names_the_order_and_the_defaults_that_scripts_rely_on() -> None:
-    parameters = inspect.signature(LengthPenaltyRewardManager).parameters
-    empty = inspect.Parameter.empty
-    assert [(name, one.default) for name, one in parameters.items()] == [
-        ("tokenizer", empty),
-        ("num_examine", empty),
-        ("compute_score", None),
-        ("reward_fn_key", "data_source"),
-        ("length_penalty_config", None),
+    assert [
+        str(one).partition(":")[0] for one in inspect.signature(LengthPenaltyRewardManager).parameters.values()
+    ] == [
+        "tokenizer",
+        "num_examine",
+        "compute_score",
+        "reward_fn_key",
+        "length_penalty_config",
     ]
-    assert all(one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for one in parameters.values())
-    assert inspect.signature(LengthPenaltyRewardManager.__call__).parameters["return_dict"].default is False
+    manager = LengthPenaltyRewardManager(Characters(), 0)
+    assert (manager.compute_score, manager.reward_fn_key) == (rule_score, "data_source")
+    assert inspect.signature(manager.__call__).parameters["return_dict"].default is False
 
 
 def test_without_a_compute_score_the_rule_of_the_data_source_scores() -> None:
     manager = LengthPenaltyRewardManager(Characters(), num_examine=0)
-    assert manager.compute_score is rule_score
     data = batch_of(Row("#### 4", truth="4", source="openai/gsm8k"), Row("#### 5", truth="4", source="openai/gsm8k"))
     assert last_values(manager(data), data) == [1.0, 0.0]
 

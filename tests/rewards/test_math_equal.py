@@ -76,20 +76,6 @@ def test_a_comparison_that_took_too_long_is_said_once_and_paid_for_once(
 
 
 @needs_math
-def test_math_is_compared_in_any_thread() -> None:
-    scores: list[Scored] = []
-    threads = [
-        threading.Thread(target=lambda n=n: scores.append(boxed_math(f"\\boxed{{{2 * n}/2}}", str(n), {})))
-        for n in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert scores == [RIGHT] * 8
-
-
-@needs_math
 def test_a_comparer_that_was_killed_meanwhile_is_replaced() -> None:
     assert boxed_math(r"\boxed{22/2}", "11", {}) == RIGHT
     child = math_equal._comparer._child

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from freewheel.judge import ConfigError, Failed, JudgeRequest, Scored, Skipped, Verdict
-from freewheel.rewards import LengthPenaltyConfig, RewardFailed, Rewards, Sample, combine
-from freewheel.rewards.scoring import as_scored, judge_requests
+from freewheel.rewards import LengthPenaltyConfig, RewardFailed, soft_overlong
+from freewheel.rewards.length import group_index, median_penalty
+from freewheel.rewards.scoring import Rewards, Sample, as_scored, combine, judge_requests
 
 NUMBERS = st.floats(-100, 100)
 VERDICTS = st.one_of(
@@ -25,12 +26,20 @@ VERDICTS = st.one_of(
 Row = tuple[str, int, float, Verdict]
 ROWS = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 50), NUMBERS, VERDICTS), max_size=30)
 CONFIGS = st.builds(
-    lambda enable, scale, most, coefficient, on_failure: LengthPenaltyConfig(
-        enable=enable, penalty_scale=scale, max_penalty=most, reward_coefficient=coefficient, on_failure=on_failure
+    lambda enable, scale, most, peak, width, coefficient, on_failure: LengthPenaltyConfig(
+        enable=enable,
+        penalty_scale=scale,
+        max_penalty=most,
+        peak_ratio=peak,
+        outer_ratio=peak + width,
+        reward_coefficient=coefficient,
+        on_failure=on_failure,
     ),
     st.booleans(),
     st.floats(0, 3),
     st.floats(0, 3),
+    st.floats(0, 1),
+    st.floats(0.01, 2),
     st.floats(-2, 2),
     st.sampled_from(["group_mean", "rule_only", "fallback: -1.5"]),
 )
@@ -106,14 +115,6 @@ def test_a_failed_row_has_no_advantage_and_moves_nobody_elses(rows: list[Row]) -
         assert all(rewards.reward[n] == pytest.approx(baseline, abs=1e-9) for n in set(inside) - set(valid))
 
 
-@given(ROWS, CONFIGS, st.randoms(use_true_random=False))
-def test_the_order_of_the_rows_changes_nothing(rows: list[Row], config: LengthPenaltyConfig, random: Any) -> None:
-    order = list(range(len(rows)))
-    random.shuffle(order)
-    here, there = combined(rows, config).reward, combined([rows[number] for number in order], config).reward
-    np.testing.assert_allclose(here[order], there, rtol=1e-9, atol=1e-9)
-
-
 @given(ROWS, CONFIGS)
 def test_the_extra_info_has_one_value_a_row_under_every_key(rows: list[Row], config: LengthPenaltyConfig) -> None:
     extra = combined(rows, config).extra_info()
@@ -145,9 +146,32 @@ def test_the_whole_group_failed_holds_the_bare_rule_score_and_rule_only_the_pena
     assert rule_only.reward.tolist() == pytest.approx([0.7, 0.2, -0.6])
 
 
-def test_a_failed_row_under_coefficient_zero_is_failed_all_the_same() -> None:
-    rewards = combined([("a", 1, 1.0, Failed("auth"))], LengthPenaltyConfig(reward_coefficient=0.0))
-    assert rewards.mask.tolist() == [0] and rewards.reward.tolist() == [1.0]
+# -- lengths and groups -----------------------------------------------------------------------------------------------
+
+
+def test_the_edges_of_the_free_band_and_of_the_slope_are_exact_and_a_median_of_zero_is_not_punished() -> None:
+    usual = LengthPenaltyConfig().penalty
+    penalty, median = median_penalty([100, 70, 130, 60, 140, 50, 150, 49, 151, 0, 9999], np.zeros(11, int), **usual)
+    assert median.tolist() == [100.0] * 11
+    assert penalty.tolist() == pytest.approx([0, 0, 0, 0.5, 0.5, 1, 1, 1, 1, 1, 1]) and penalty[:3].tolist() == [0] * 3
+    assert median_penalty([0, 0, 900], np.zeros(3, int), **usual)[0].tolist() == [0.0, 0.0, 0.0]
+
+
+@given(st.lists(st.one_of(st.text(max_size=2), st.integers(0, 5), st.none(), st.tuples(st.integers(0, 1)))))
+def test_groups_are_numbered_by_first_appearance_whatever_the_uids_are(uids: list[Any]) -> None:
+    order = list(dict.fromkeys(uids))
+    assert group_index(uids).tolist() == [order.index(uid) for uid in uids]
+    assert group_index(np.array(list(map(repr, uids)))).tolist() == group_index(list(map(repr, uids))).tolist()
+
+
+def test_the_soft_overlong_penalty_starts_at_the_buffer_and_is_bounded_beyond_the_maximum() -> None:
+    settings = {"max_length": 100, "buffer_length": 20, "factor": 2.0}
+    assert soft_overlong([0, 80, 85, 100, 101, 10_000], **settings).tolist() == pytest.approx([0, 0, 0.5, 2, 2, 2])
+    for key, value in {"buffer_length": 0, "max_length": math.nan, "factor": -1.0}.items():
+        with pytest.raises(ConfigError, match=f"^{key} = "):
+            soft_overlong([1], **{**settings, key: value})
+    with pytest.raises(ConfigError, match=r"^buffer_length = 101"):
+        soft_overlong([1], **{**settings, "buffer_length": 101})
 
 
 # -- the gate ---------------------------------------------------------------------------------------------------------

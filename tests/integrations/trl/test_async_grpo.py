@@ -127,57 +127,6 @@ async def test_groups_that_are_scored_at_once_share_the_judge(mock, make_reward,
     assert server.counts().most_received == 1
 
 
-async def test_the_whole_reward_gates_and_scores_gsm8k(mock, make_reward, rollout_loop, score):
-    server = mock()
-    reward = make_reward(server.url, rule="openai/gsm8k", ground_truth="answer")
-    samples = await rollout_loop(reward)._score_group(group_of(21, *answers_to(21)))
-    for sample, answer in zip(samples, answers_to(21), strict=True):
-        right = answer.endswith("42")
-        assert sample.metrics["reward"] == (1 + score(answer, question(21), "#### 42") if right else 0.0)
-    assert server.counts().received == GENERATIONS // 2
-
-
-async def test_one_percent_of_judge_errors_costs_those_rows_and_nothing_else(mock, make_reward, rollout_loop, score):
-    """Without retries, so that errors do become failures. TRL's own worker dies of the first exception."""
-    server = mock(error_share=0.01, seed=1)
-    loop = rollout_loop(make_reward(server.url, judge={"max_attempts": 1}))
-    scored = await asyncio.gather(*(loop._score_group(group_of(n, *answers_to(n))) for n in range(100)))
-    missing = 0
-    for number, samples in enumerate(scored):
-        for sample, answer in zip(samples, answers_to(number), strict=True):
-            if np.isnan(sample.metrics["reward"]):
-                missing += 1
-                assert sample.advantage == 0
-            else:
-                assert sample.metrics["reward"] == score(answer, question(number))
-    assert missing == server.counts().by_status[500] > 0
-
-
-async def test_in_a_storm_of_429s_no_reward_is_wrong_and_none_is_missing(mock, make_reward, rollout_loop, score):
-    server = mock(latency_s=0.02, reject_above=8, retry_after_s=0.05)
-    loop = rollout_loop(make_reward(server.url))
-    scored = await asyncio.gather(*(loop._score_group(group_of(n, *answers_to(n))) for n in range(40)))
-    for number, samples in enumerate(scored):
-        wanted = [score(answer, question(number)) for answer in answers_to(number)]
-        assert [sample.metrics["reward"] for sample in samples] == wanted
-    counts = server.counts()
-    assert counts.rejected > 0 and counts.max_in_flight <= 8
-    assert counts.answered == 40 * GENERATIONS
-
-
-async def test_tool_turns_are_part_of_what_the_judge_reads(mock, make_reward, rollout_loop, score):
-    group = group_of(3, "6", "7")
-    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 3, "b": 3}}}
-    group.completions[0] = [
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "name": "add", "content": "6"},
-        {"role": "assistant", "content": "It is 6."},
-    ]
-    samples = await rollout_loop(make_reward(mock().url))._score_group(group)
-    transcript = '[assistant]\ncalls add({"a": 3, "b": 3})\n\n[tool add]\n6\n\n[assistant]\nIt is 6.'
-    assert [sample.metrics["reward"] for sample in samples] == [score(transcript, question(3)), score("7", question(3))]
-
-
 class PlayedVllm(BaseHTTPRequestHandler):
     """Completes each prompt with one of some texts."""
 

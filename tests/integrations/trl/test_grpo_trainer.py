@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import logging
-import math
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +17,6 @@ from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
 from freewheel.errors import ConfigError
-from freewheel.integrations.trl import JudgeReward
 
 pytestmark = [
     pytest.mark.trl,
@@ -131,52 +127,6 @@ def test_a_failed_judgement_is_left_out_of_its_groups_mean_and_the_training_goes
     assert sum(run.values("judge/judge_failed")) == pytest.approx(failed.sum() / (2 * GENERATIONS))
 
 
-def test_a_judge_that_is_down_teaches_nothing_and_breaks_nothing(mock, make_reward, train):
-    run = train(make_reward(mock(error_share=1.0).url, judge={"max_attempts": 1, "request_deadline_s": 0.2}))
-    assert run.rows["judge"].isna().all()
-    assert (run.rows["advantage"] == 0).all()
-    assert run.values("reward") == [None] * STEPS
-    assert all(math.isfinite(entry["loss"]) for entry in run.history)
-
-
-async def some_numbers(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
-    return [float(len(completion)) for completion in completions]
-
-
-def test_beside_other_functions_trl_counts_a_none_as_zero_unless_on_failure_says_otherwise(mock, make_reward, train):
-    """What 1.16.0 does: the sum skips None, so a failed row competes without its quality."""
-    settings = {"judge": {"max_attempts": 1}}
-    server = mock(error_share=0.4, seed=3)
-    for on_failure in (None, "group_mean"):
-        server.reset()
-        run = train([some_numbers, make_reward(server.url, on_failure=on_failure, **settings)], scale_rewards="none")
-        rows = run.rows
-        failed = rows["judge/judge"].str.startswith("failed")
-        assert 0 < failed.sum() < len(rows)
-        known = rows["judge"].where(~failed)
-        means = known.groupby(rows.index // GENERATIONS).transform("mean")
-        total = rows["some_numbers"] + known.fillna(means if on_failure else 0.0).fillna(0.0)
-        advantage = total - total.groupby(rows.index // GENERATIONS).transform("mean")
-        assert rows["advantage"].to_list() == pytest.approx(advantage.to_list(), abs=1e-4)
-        for table in Path(run.trainer.args.output_dir).glob("completions/*"):
-            table.unlink()
-
-
-def test_normalised_before_the_sum_a_failed_row_counts_as_its_groups_mean(mock, make_reward, train):
-    server = mock(error_share=0.4, seed=3)
-    reward = make_reward(server.url, judge={"max_attempts": 1})
-    rows = train([some_numbers, reward], multi_objective_aggregation="normalize_then_sum", max_steps=1).rows
-    assert rows["judge"].isna().any()
-    normal = [
-        (rows[name] - of_group.transform("mean")) / (of_group.transform("std") + 1e-4)
-        for name in ("some_numbers", "judge")
-        for of_group in [rows[name].groupby(rows.index // GENERATIONS)]
-    ]
-    total = normal[0] + normal[1].fillna(0.0)
-    expected = (total - total.mean()) / (total.std() + 1e-4)
-    assert rows["advantage"].to_list() == pytest.approx(expected.to_list(), abs=1e-3)
-
-
 def test_the_whole_reward_is_rule_plus_quality_minus_penalty(mock, make_reward, train, score):
     """Lengths are counted in TRL's own token ids; a gated row keeps rule and penalty."""
     server = mock()
@@ -205,32 +155,9 @@ def test_the_whole_reward_is_rule_plus_quality_minus_penalty(mock, make_reward, 
     assert server.counts().received == len(sent)
 
 
-def test_what_is_generated_twice_is_sent_once(mock, make_reward, train):
-    server = mock()
-    run = train(make_reward(server.url), max_completion_length=1, temperature=0.01, max_steps=2)
-    distinct = len(run.rows[["prompt", "completion"]].drop_duplicates())
-    assert distinct < len(run.rows)
-    assert server.counts().received == distinct
-
-
 def test_a_column_that_the_dataset_does_not_have_ends_the_training_with_its_name(mock, make_reward, train):
     with pytest.raises(ConfigError, match=r"ground_truth = 'solution': .* it has answer"):
         train(make_reward(mock().url, ground_truth="solution"))
-
-
-def test_the_trainers_event_loop_is_free_while_the_judge_thinks(mock, make_reward, train):
-    """Two functions of 0.5 s judges take 0.5 s: TRL gathers them on one loop."""
-    rewards = [make_reward(mock(latency_s=0.5).url, name=f"judge_{n}") for n in range(2)]
-    ticks: list[float] = []
-
-    async def ticking(prompts: list[str], **kwargs: Any) -> list[float]:
-        for _ in range(10):
-            await asyncio.sleep(0.02)
-            ticks.append(asyncio.get_running_loop().time())
-        return [0.0] * len(prompts)
-
-    train([*rewards, ticking], max_steps=1)
-    assert max(b - a for a, b in itertools.pairwise(ticks)) < 0.25
 
 
 def test_an_engine_that_breaks_costs_one_batch_of_rewards(mock, make_reward, train, monkeypatch, caplog):
@@ -250,11 +177,3 @@ def test_an_engine_that_breaks_costs_one_batch_of_rewards(mock, make_reward, tra
     assert run.rows["judge"].isna().groupby(run.rows["step"]).sum().to_list() == [0, 2 * GENERATIONS, 0]
     assert "died 6 times" in caplog.text
     assert calls[0] is calls[1] and calls[2] is not calls[1]
-
-
-def test_trl_takes_it_as_an_asynchronous_function_with_a_name(mock, make_reward):
-    from trl.trainer.utils import get_callable_name, is_async_callable
-
-    reward: JudgeReward = make_reward(mock().url)
-    assert is_async_callable(reward)
-    assert get_callable_name(reward) == "judge"

@@ -252,18 +252,6 @@ def test_a_pickle_carries_everything_but_the_key_and_the_engine(mock, make_rewar
     again.close()
 
 
-def test_another_process_judges_with_what_was_pickled(mock, make_reward, tmp_path, score):
-    server = mock()
-    (tmp_path / "reward").write_bytes(pickle.dumps(make_reward(server.url)))
-    code = (
-        "import asyncio, pathlib, pickle, sys\n"
-        "reward = pickle.loads(pathlib.Path(sys.argv[1]).read_bytes())\n"
-        "print(asyncio.run(reward(prompts=['q'], completions=['a'], completion_ids=[[1]])))"
-    )
-    done = subprocess.run([sys.executable, "-c", code, tmp_path / "reward"], capture_output=True, text=True)
-    assert done.stdout == f"[{float(score('a', 'q'))}]\n", done.stderr
-
-
 def test_threads_with_loops_of_their_own_share_one_engine(mock, make_reward, score):
     server = mock(latency_s=0.1)
     reward = pickle.loads(pickle.dumps(make_reward(server.url)))  # not opened yet
@@ -280,19 +268,6 @@ def test_threads_with_loops_of_their_own_share_one_engine(mock, make_reward, sco
     assert [found[number] for number in range(4)] == [[score(f"answer {n}", "q") for n in range(10)]] * 4
     assert server.counts().received == 10
     reward.close()
-
-
-async def test_a_call_that_is_cancelled_takes_its_requests_back(mock, make_reward):
-    server = mock(hang_share=1.0)
-    reward = make_reward(server.url)
-    task = asyncio.create_task(reward(["q"], ["a"], [[1]]))
-    while not server.counts().received:
-        await asyncio.sleep(0.01)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    while server.counts().in_flight:
-        await asyncio.sleep(0.01)
 
 
 def test_a_closed_reward_starts_again_when_it_is_called(mock, make_reward, score):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import threading
-import time
 from typing import Any
 
 
@@ -24,10 +23,3 @@ def unpicklable(data_source: str, solution_str: str, ground_truth: str, extra_in
     """Its dict holds what the user finds handy, and no pickle takes."""
     found = re.search(r"#### (.*)", solution_str)
     return {"score": float(found is not None), "acc": 0.5, "match": found, "lock": threading.Lock()}
-
-
-async def blocking(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
-    """An `async def` that stops its event loop: a common mistake."""
-    if "block" in solution_str:
-        time.sleep(1.0)
-    return float(solution_str.endswith(f"#### {ground_truth}"))

@@ -161,10 +161,3 @@ def test_verl_imports_the_integration_by_itself_where_the_environment_says_so() 
     environment = {**os.environ, "VERL_USE_EXTERNAL_MODULES": "freewheel.integrations.verl"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.stdout.split()[-2:] == ["LegacyRewardManager", "FreewheelRewardManager"], done.stderr
-
-
-def test_verl_09_does_not_reach_the_legacy_batch_manager_by_configuration(
-    tokenizer: PreTrainedTokenizerFast, tokenizer_path: Path
-) -> None:
-    with pytest.raises(ValueError, match="Unknown reward manager: batch"):
-        load_reward_manager(verl_config(tokenizer_path, "reward.reward_manager.name=batch"), tokenizer)

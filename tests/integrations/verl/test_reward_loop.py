@@ -131,17 +131,6 @@ def test_validation_metrics_of_failed_rows_are_the_mean_of_the_others(
     assert all(np.isfinite(value) for variable in metrics.values() for value in variable.values())
 
 
-def test_a_storm_of_429s_gives_no_wrong_reward(
-    loop: RewardLoopManager, behave: Callable[..., None], judge: RunningJudge, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    replies = {f"<{row}>": str(1 + row % 10) for row in range(96)}
-    behave(scores=replies, reject_above=8, retry_after_s=0.05, latency_s=0.05)
-    answers = [Answer(f"<{row}>".ljust(6) + "#### 4", f"u{row // 4}") for row in range(96)]
-    result = loop.compute_rm_score(rollouts(tokenizer, answers))
-    assert scores(result) == [round(1 + 0.1 * (1 + row % 10), 5) for row in range(96)]
-    assert judge.counts().rejected > 0
-
-
 def test_rows_that_verl_adds_to_fill_a_batch_up_change_nothing(
     loop: RewardLoopManager, behave: Callable[..., None], tokenizer: PreTrainedTokenizerFast
 ) -> None:

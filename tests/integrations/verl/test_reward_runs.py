@@ -37,19 +37,6 @@ def test_a_group_that_never_completes_does_not_end_the_run(
     assert columns(result)["group_complete"] == [0] * 3 + [1] * 4 + [0]
 
 
-def test_a_worker_whose_event_loop_is_blocked_holds_up_nobody_for_good(
-    ray_session: None, judge: RunningJudge, tokenizer: Any, tokenizer_path: Path
-) -> None:
-    settings = [f"reward.custom_reward_function.path={FUNCTIONS}", "reward.custom_reward_function.name=blocking"]
-    answers = [Answer(text_of(20), uid) for uid in "abc"] + [Answer("xxxxx block #### 4", "a")]
-    answers += [Answer(text_of(20), uid) for uid in "bc"] + [Answer("xxxxx block #### 4", uid) for uid in "bc"]
-    with reward_loop(
-        verl_config(tokenizer_path, *ours(judge.url, reward_coefficient=0.1), *settings, workers=2, n=2)
-    ) as loop:
-        result = loop.compute_rm_score(rollouts(tokenizer, answers[:4] + answers[4:6]))
-    assert scores(result) == [1.7] * 6
-
-
 def test_a_compute_score_whose_dict_does_not_pickle_holds_up_nobody(
     ray_session: None, judge: RunningJudge, tokenizer: Any, tokenizer_path: Path
 ) -> None:
