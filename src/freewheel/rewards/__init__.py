@@ -12,7 +12,7 @@ Importing this package needs no torch, no ray and no transformers.
 
 from freewheel.rewards.compute_score import compute_score, compute_score_async, shutdown_judges
 from freewheel.rewards.config import LengthPenaltyConfig
-from freewheel.rewards.length import group_index, median_penalty, soft_overlong
+from freewheel.rewards.length import soft_overlong
 from freewheel.rewards.manager import LengthPenaltyRewardManager, RewardHandle
 from freewheel.rewards.openai_manager import AsyncOpenAIManager, AsyncOpenAIWorker, get_request_hash
 from freewheel.rewards.rules import (
@@ -25,7 +25,7 @@ from freewheel.rewards.rules import (
     rule_score,
     tool_call,
 )
-from freewheel.rewards.scoring import RewardFailed, Rewards, Sample, combine
+from freewheel.rewards.scoring import RewardFailed
 
 __all__ = [
     "AsyncOpenAIManager",
@@ -34,19 +34,14 @@ __all__ = [
     "LengthPenaltyRewardManager",
     "RewardFailed",
     "RewardHandle",
-    "Rewards",
-    "Sample",
     "boxed_math",
-    "combine",
     "compute_score",
     "compute_score_async",
     "dapo_math",
     "exact_match",
     "format_tags",
     "get_request_hash",
-    "group_index",
     "gsm8k",
-    "median_penalty",
     "register_rule",
     "rule_score",
     "shutdown_judges",

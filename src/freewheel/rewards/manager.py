@@ -49,22 +49,20 @@ log = logging.getLogger("freewheel.rewards")
 
 
 class _Prepared(NamedTuple):
-    """A batch whose rules are applied and whose requests are ready."""
+    """A batch whose rules are applied."""
 
     samples: list[Sample]
     rules: list[Verdict]
     requests: list[JudgeRequest]
     since: float
-
-
-_Submitted = tuple[_Prepared, Handle | None]
-"""None: the judge could not take the batch, and `result()` judges it."""
+    handle: Handle | None
+    """None: the judge's engine does not have the batch, and `result()` judges it."""
 
 
 class RewardHandle:
     """The rewards of one batch. `result()` may be called any number of times, from any thread."""
 
-    def __init__(self, collect: Callable[[], Any], submitted: Future[_Submitted] | None = None) -> None:
+    def __init__(self, collect: Callable[[], Any], submitted: Future[_Prepared] | None = None) -> None:
         self._collect = collect
         self._submitted = submitted
         self._lock = threading.Lock()
@@ -78,7 +76,7 @@ class RewardHandle:
             return False
         if self._submitted.exception() is not None:
             return True
-        _, handle = self._submitted.result()
+        handle = self._submitted.result().handle
         return handle is not None and handle.done()
 
     def __await__(self) -> Generator[Any, None, Any]:
@@ -101,11 +99,9 @@ class RewardHandle:
             self._submitted.add_done_callback(_cancel)  # called now, or when the batch reaches the judge
 
 
-def _cancel(submitted: Future[_Submitted]) -> None:
-    if submitted.exception() is None:
-        _, handle = submitted.result()
-        if handle is not None:
-            handle.cancel()
+def _cancel(submitted: Future[_Prepared]) -> None:
+    if submitted.exception() is None and (handle := submitted.result().handle) is not None:
+        handle.cancel()
 
 
 class LengthPenaltyRewardManager:
@@ -245,10 +241,10 @@ class LengthPenaltyRewardManager:
         if manager is None:
             return RewardHandle(partial(self._collect, rollouts, None, return_dict))
         log.info("Using TRUE ASYNC I/O for batch with %d responses (zero GPU wait)", len(rollouts))
-        submitted: Future[_Submitted] = Future()
+        submitted: Future[_Prepared] = Future()
         # Decoding and rules take time that `submit` must not take.
         thread = threading.Thread(
-            target=self._submit_in_thread, args=(rollouts, manager, submitted), name="freewheel-rewards"
+            target=self._prepare_in_thread, args=(rollouts, manager, submitted), name="freewheel-rewards"
         )
         try:
             thread.start()
@@ -258,26 +254,28 @@ class LengthPenaltyRewardManager:
         self._threads.add(thread)
         return RewardHandle(partial(self._collect, rollouts, submitted, return_dict), submitted)
 
-    def _prepare(self, rollouts: Rollouts) -> _Prepared:
+    def _prepare(self, rollouts: Rollouts, manager: AsyncOpenAIManager | None = None) -> _Prepared:
+        """Decode a batch, apply the rules, and submit it if there is a manager."""
         samples = rollouts.samples(self.tokenizer)
         rules = apply_rules(self.compute_score, samples)
-        return _Prepared(samples, rules, judge_requests(samples, rules, self.config), time.monotonic())
+        requests, since = judge_requests(samples, rules, self.config), time.monotonic()
+        handle = _submit_to(manager, requests) if manager is not None else None
+        return _Prepared(samples, rules, requests, since, handle)
 
-    def _submit_in_thread(self, rollouts: Rollouts, manager: AsyncOpenAIManager, submitted: Future[_Submitted]) -> None:
+    def _prepare_in_thread(self, rollouts: Rollouts, manager: AsyncOpenAIManager, into: Future[_Prepared]) -> None:
         try:
-            ready = self._prepare(rollouts)
-            submitted.set_result((ready, _submit_to(manager, ready.requests)))
+            into.set_result(self._prepare(rollouts, manager))
         except BaseException as error:  # noqa: BLE001  # `result()` raises it
-            submitted.set_exception(error)
+            into.set_exception(error)
 
-    def _collect(self, rollouts: Rollouts, submitted: Future[_Submitted] | None, return_dict: bool) -> Any:
+    def _collect(self, rollouts: Rollouts, submitted: Future[_Prepared] | None, return_dict: bool) -> Any:
         """Return the result of a batch. Without `submitted` this does all the work."""
-        ready, handle = (self._prepare(rollouts), None) if submitted is None else submitted.result()
-        if handle is None:
+        ready = self._prepare(rollouts) if submitted is None else submitted.result()
+        if ready.handle is None:
             verdicts = self._get_batched_openai_quality_rewards_sync(ready.requests)
         else:
-            verdicts = wait_for(handle)
-            took_s = (handle.finished_at or time.monotonic()) - ready.since  # however late `result` was called
+            verdicts = wait_for(ready.handle)
+            took_s = (ready.handle.finished_at or time.monotonic()) - ready.since  # however late `result` was called
             if broken := _broken_rows(verdicts):
                 again = self._get_batched_openai_quality_rewards_sync([ready.requests[row] for row in broken])
                 _replace_rows(verdicts, broken, again)

@@ -14,8 +14,9 @@ from freewheel.integrations.verl.group_scorer import GroupScorerActor, ScorerLos
 from freewheel.integrations.verl.rows import Row
 from freewheel.integrations.verl.settings import Settings
 from freewheel.judge.verdict import Scored
-from freewheel.rewards import RewardFailed, Sample
+from freewheel.rewards import RewardFailed
 from freewheel.rewards.config import as_config
+from freewheel.rewards.scoring import Sample
 
 pytestmark = [pytest.mark.verl, pytest.mark.filterwarnings("ignore")]
 
