@@ -158,7 +158,7 @@ def judge_sections() -> Iterator[tuple[str, str, str]]:
     yield "`LengthPenaltyConfig`", introduction, dataclass_table(LengthPenaltyConfig)
     yield "`Endpoint`", inspect.getdoc(Endpoint) or "", struct_table(Endpoint)
     yield "`Price`", inspect.getdoc(Price) or "", struct_table(Price)
-    yield "`Rubric`", "See [rubrics](rubrics.md).", struct_table(Rubric)
+    yield "`Rubric`", "See [rubrics](judge.md#rubrics).", struct_table(Rubric)
     introduction = "How the test judge behaves. See [the test judge](score.md#a-test-judge)."
     yield "`JudgeProfile`", introduction, struct_table(JudgeProfile)
     yield "`Failed.reason`", "Why a request has no score.", reason_table()
