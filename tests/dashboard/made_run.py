@@ -246,7 +246,7 @@ def sync_row(version: int) -> dict[str, Any]:
     }
 
 
-def rows(steps: int, *, seed: int = 0, judge: bool = True, pulses: bool = True) -> Iterator[dict[str, Any]]:
+def rows(steps: int, *, seed: int = 0, judge: bool = True) -> Iterator[dict[str, Any]]:
     """Of a run so far, in the order of time."""
     yield {"kind": "event", "step": 0, "time": BEGAN_S, "text": "Run directory: made"}
     yield {"kind": "event", "step": 0, "time": BEGAN_S + 9.5, "text": "Started in 9.5 s"}
@@ -260,7 +260,7 @@ def rows(steps: int, *, seed: int = 0, judge: bool = True, pulses: bool = True) 
             yield eval_row(step, steps, seed)
             yield statistics_row(at_s, step, judge=judge)
         for pulse_s in (at_s, at_s + 1):
-            if pulses and pulse_s >= next_pulse_s:  # as `freewheel.observe.snapshot` has them: the older, the fewer
+            if pulse_s >= next_pulse_s:  # as `freewheel.observe.snapshot` has them: the older, the fewer
                 next_pulse_s = pulse_s + min(LATER_S, max(EVERY_S, pulse_s / OLD_AFTER))
                 yield pulse_row(pulse_s, step, seed)
 

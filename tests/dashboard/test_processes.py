@@ -54,9 +54,15 @@ def refuses(url: str) -> bool:
 
 def page_of_process(parent: int) -> psutil.Process:
     """The process that serves the page beside another; that may have others."""
-    children = psutil.Process(parent).children()
-    (found,) = [child for child in children if "freewheel.dashboard.web.child" in child.cmdline()]
-    return found
+    found: list[psutil.Process] = []
+
+    def is_there() -> bool:  # a process that has just begun has no command line yet
+        children = psutil.Process(parent).children()
+        found[:] = [child for child in children if "freewheel.dashboard.web.child" in child.cmdline()]
+        return bool(found)
+
+    wait_until(is_there)
+    return found[0]
 
 
 @pytest.fixture

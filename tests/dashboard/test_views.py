@@ -164,14 +164,6 @@ def test_a_part_of_a_curve_is_sent_in_more_detail(view: RunView):
         assert views.series(view, "no/such", "step", None, None) is None
 
 
-def test_a_run_without_pulses_shows_its_statistics(tmp_path: Path):
-    write_lines(tmp_path / "metrics.jsonl", rows(20, pulses=False))
-    with open_view(tmp_path).reading() as view:
-        found = views.overview(view)
-    assert found["now"]["queue_size"] == 9 and found["now"]["tokens_per_s"] == pytest.approx(600, rel=0.1)
-    assert len(found["pulses"]["tokens_per_s"]["x"]) == 3 and found["now"]["verdict"] == ""
-
-
 def test_the_mean_throughput_is_the_same_in_every_view(tmp_path: Path):
     speeds = [(float(at), 1000.0) for at in range(1, 101)] + [(100 + 9.5 * at, 100.0) for at in range(1, 101)]
     pulses = [{"kind": "pulse", "time": BEGAN_S + at, "tokens_per_s": speed} for at, speed in speeds]
@@ -294,7 +286,7 @@ def test_a_judge_that_is_down_is_described(view: RunView, changes: dict[str, str
     assert curves["faults_per_s"]["y"][-1] > 50 > 1 > curves["failed_per_s"]["y"][-1], "calls fail before verdicts do"
 
 
-def test_the_curve_of_failed_calls_survives_restarts_and_is_missing_in_older_runs(tmp_path: Path, view: RunView):
+def test_the_curve_of_failed_calls_survives_restarts(view: RunView):
     row = statistics_row(95, 40)
     judge = row["rollouter"]["rewards"]["judge"]
     judge["endpoints"][0]["faults"] = {"overloaded": 1}  # a restarted replica counts from 0 again
@@ -303,14 +295,6 @@ def test_the_curve_of_failed_calls_survives_restarts_and_is_missing_in_older_run
         found = views.judge(view)
     assert found["judge"]["faults"] == judge["faults"]
     assert max(found["curves"]["faults_per_s"]["y"]) < 0.3, "3 in 5 s at most"
-    older = list(rows(40))
-    for row in older:
-        row.get("rollouter", {}).get("rewards", {}).get("judge", {}).pop("faults", None)
-    write_lines(tmp_path / "metrics.jsonl", older)
-    with open_view(tmp_path).reading() as view:
-        found = views.judge(view)
-    assert found["judge"]["faults"] == {} and found["judge"]["sent"] > 0
-    assert "faults_per_s" not in found["curves"] and "sent_per_s" in found["curves"]
 
 
 @pytest.mark.parametrize(

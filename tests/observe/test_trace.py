@@ -9,7 +9,6 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -17,9 +16,8 @@ from typer.testing import CliRunner
 from freewheel.cli import app
 from freewheel.observe import trace
 from freewheel.observe.spans import Spans
-from freewheel.observe.trace import EVENTS, Tracer, attach_trace, components, detach_trace, merged, read_trace
+from freewheel.observe.trace import Tracer, attach_trace, components, detach_trace, merged, read_trace
 
-ROOT = Path(__file__).parent.parent.parent
 WAIT_S = 110.0
 WALL_S, CLOCK_S = 1_795_300_000.0, 100.0
 """What the two clocks show when a trace begins."""
@@ -277,15 +275,3 @@ def test_a_trace_that_cannot_be_read_is_not_reported_as_an_output_that_cannot_be
     done = invoke(run_dir, "--output", run_dir / "out.json")
     assert done.exit_code == 2 and "--output" not in done.stderr
     assert re.search(r"trainer-\d+\.jsonl cannot be read \(Permission denied\)", done.stderr), done.stderr
-
-
-# -- the page ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_docs_list_exactly_these_events():
-    text = (ROOT / "docs/dashboard.md").read_text()
-    rows = re.findall(r"^\| `(\w+)` \| (span|group|counter) \| (\w+) \| ([^|]*) \| ([^|]*) \|$", text, re.M)
-    assert [
-        (name, category, where, tuple(re.findall(r"\w+", args)), what) for name, category, where, args, what in rows
-    ] == [(event.name, event.category, event.component, event.args, event.what) for event in EVENTS]
-    assert len({(event.category, event.name) for event in EVENTS}) == len(EVENTS), "one meaning each"

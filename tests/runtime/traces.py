@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from freewheel.observe.trace import EVENTS, merged
+from freewheel.observe.trace import merged
 
-KNOWN = {(event.category, event.name): event for event in EVENTS}
+DOCUMENTED = re.compile(r"^\| `(\w+)` \| (span|group|counter) \| (\w+) \| ([^|]*) \|", re.M)
+KNOWN = {
+    (category, name): (component, re.findall(r"\w+", args))
+    for name, category, component, args in DOCUMENTED.findall(
+        (Path(__file__).parent.parent.parent / "docs/dashboard.md").read_text()
+    )
+}
+"""Component and arguments of each event in docs/dashboard.md."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +64,11 @@ def _check_known(event: dict[str, Any], components: dict[int, str]) -> None:
     assert isinstance(event["pid"], int) and isinstance(event["tid"], int)
     if event["ph"] == "M" or event["cat"] == "event":
         return
-    known = KNOWN[event["cat"], event["name"]]
-    assert components[event["pid"]].startswith(known.component), event
+    component, args = KNOWN[event["cat"], event["name"]]
+    assert components[event["pid"]].startswith(component), event
     if event["ph"] != "e":
         of_group = ("ordinal",) if event["ph"] == "b" else ()
-        assert tuple(event["args"]) == (*of_group, *known.args), event
+        assert tuple(event["args"]) == (*of_group, *args), event
 
 
 def _check_spans(spans: Iterable[dict[str, Any]]) -> None:

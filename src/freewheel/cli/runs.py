@@ -333,4 +333,4 @@ def dashboard(runs: list[str], port: int, host: str, open_browser: bool) -> None
                 if open_browser:
                     webbrowser.open(url)
 
-            serve(found, listening, token, ready)
+            serve(found, listening, token, ready=ready)

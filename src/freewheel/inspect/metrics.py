@@ -204,8 +204,8 @@ class JudgeNumbers(msgspec.Struct):
     queued: int = 0
     sent: int = 0
     throttled: int = 0
-    faults: dict[str, int] | None = None
-    """Failed calls by kind. None in older runs, which have them only per endpoint."""
+    faults: dict[str, int] = {}
+    """Failed calls by kind."""
     in_flight: int = 0
     limit: int = 0
     cache_hits: int = 0
@@ -235,17 +235,13 @@ class Rewards(msgspec.Struct):
 
 class RollouterNumbers(msgspec.Struct):
     generated_tokens: float = NAN
-    total_generated_samples: float = NAN
     engine_busy_s: float = NAN
     slots: float | None = None
     rewards: Rewards = msgspec.field(default_factory=Rewards)
 
 
 class QueueNumbers(msgspec.Struct):
-    queue_size: float = NAN
-    in_progress: float = NAN
     version: float = NAN
-    published_version: float = NAN
     waiting_for: str = ""
     paused: str = ""
     memory_bytes: float = NAN
@@ -280,8 +276,7 @@ _WHOLE = msgspec.json.Decoder(dict[str, Any])
 PULSE_NUMBERS = ("queue_size", "in_progress", "version", "published_version", "tokens_per_s", "samples_per_s")
 PULSE_COLUMNS = ("elapsed_s", "step", *PULSE_NUMBERS, "wait_batch", "wait_reward", "wait_room")
 STATISTICS_COLUMNS = (
-    *("elapsed_s", "step", "queue_size", "in_progress", "version", "published_version"),
-    *("generated_tokens", "generated_samples", "engine_busy_s"),
+    *("elapsed_s", "step", "generated_tokens", "engine_busy_s"),
     *("scored", "failed", "scoring", "waiting", "settled", "reward_busy_s"),
     *("limit", "in_flight", "queued", "sent", "judged", "throttled", "cache_hits", "shared", "judge_failed", "cost"),
     "faults",
@@ -405,12 +400,10 @@ class RecordedMetrics:
         return (self._since_start(row.time), row.step, *(getattr(row, name) for name in PULSE_NUMBERS), *waited)
 
     def _statistics(self, row: Statistics) -> tuple[float, ...]:
-        queue, made, rewards, judge = row.queue, row.rollouter, row.rollouter.rewards, row.rollouter.rewards.judge
+        made, rewards, judge = row.rollouter, row.rollouter.rewards, row.rollouter.rewards.judge
         failed = sum(rewards.failed.values())
         numbers = (
-            *(self._since_start(row.time), row.step, queue.queue_size, queue.in_progress),
-            *(queue.version, queue.published_version),
-            *(made.generated_tokens, made.total_generated_samples, made.engine_busy_s),
+            *(self._since_start(row.time), row.step, made.generated_tokens, made.engine_busy_s),
             *(rewards.scored, failed, rewards.in_flight, rewards.waiting),
             *(rewards.scored + rewards.skipped + failed, rewards.busy_s),
         )
@@ -420,7 +413,7 @@ class RecordedMetrics:
             *numbers,
             *(judge.limit, judge.in_flight, judge.queued, judge.sent, judge.scored, judge.throttled),
             *(judge.cache_hits, judge.shared, sum(judge.failed.values()), judge.cost),
-            NAN if judge.faults is None else sum(judge.faults.values()),
+            sum(judge.faults.values()),
         )
 
     # -- any metric ---------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -235,16 +235,6 @@ def age_counts(lags: Sequence[int]) -> list[int]:
 KEY = "observe.alerts"
 
 
-class Threshold(Protocol):
-    """Bounds of a metric. None means no bound."""
-
-    @property
-    def above(self) -> float | None: ...
-
-    @property
-    def below(self) -> float | None: ...
-
-
 class Alerts:
     """Reports each crossing once: a metric out of bounds is silent until it is back, or out on the other side.
 
@@ -252,7 +242,8 @@ class Alerts:
     state. A threshold for `queue/queue_size` watches only that metric.
     """
 
-    def __init__(self, thresholds: Mapping[str, Threshold]) -> None:
+    def __init__(self, thresholds: Mapping[str, Any]) -> None:
+        """Each threshold has `above` and `below`; None means no bound."""
         self._thresholds = dict(thresholds)
         self._unseen = set(self._thresholds)
         self._active: dict[tuple[str, str], tuple[str, str]] = {}
@@ -293,7 +284,7 @@ class Alerts:
         return sorted(self._unseen)
 
 
-def _wrong(threshold: Threshold, value: float) -> str | None:
+def _wrong(threshold: Any, value: float) -> str | None:
     if math.isnan(value):
         return "not a number"
     if threshold.above is not None and value > threshold.above:
@@ -301,6 +292,6 @@ def _wrong(threshold: Threshold, value: float) -> str | None:
     return "too low" if threshold.below is not None and value < threshold.below else None
 
 
-def _bounds(threshold: Threshold) -> str:
+def _bounds(threshold: Any) -> str:
     said = [f"{side} {bound:g}" for side in ("above", "below") if (bound := getattr(threshold, side)) is not None]
     return ", ".join(said)

@@ -339,10 +339,7 @@ class Recorder:
         with self._lock:
             sinks, self._sinks = self._sinks, []
             for sink in sinks:
-                try:
-                    sink.close()
-                except Exception as error:  # noqa: BLE001  # other people's code, at the end of a run that went well
-                    log.warning("%s did not close: %s: %s", _name(sink), type(error).__name__, error)
+                _close(sink, logging.WARNING)
             if self._closed:
                 return
             self._closed = True
@@ -370,16 +367,20 @@ class Recorder:
         except Exception as error:  # noqa: BLE001  # other people's code; training goes on without it
             log.warning("%s is switched off: %s: %s. Training goes on", _name(sink), type(error).__name__, error)
         self._sinks.remove(sink)
-        try:
-            sink.close()
-        except Exception as error:  # noqa: BLE001  # it is broken already, and that was said
-            log.debug("%s did not close: %s", _name(sink), error)
+        _close(sink, logging.DEBUG)
 
 
 def read_metrics(run_dir: str | os.PathLike[str], kind: Kind | None = None) -> list[dict[str, Any]]:
     """Return the rows of a run, all or of one kind, during or after it. Invalid lines are skipped."""
     rows = [row for row in read_lines(Path(run_dir) / METRICS) if isinstance(row, dict)]
     return [row for row in rows if isinstance(row.get("step"), int) and kind in (None, row.get("kind"))]
+
+
+def _close(sink: Sink, level: int) -> None:
+    try:
+        sink.close()
+    except Exception as error:  # noqa: BLE001  # other people's code
+        log.log(level, "%s did not close: %s: %s", _name(sink), type(error).__name__, error)
 
 
 def _name(sink: Sink) -> str:

@@ -5,8 +5,8 @@
     main ── instant, counter ───┘
 
 A process calls `attach_trace` with its component's name; without it, tracing does nothing. An event costs its caller
-one tuple; the writing thread makes text of it. Times are those of `now`, and wall-clock time in the files. `EVENTS`
-lists all events; docs/dashboard.md has the same table.
+one tuple; the writing thread makes text of it. Times are those of `now`, and wall-clock time in the files.
+docs/dashboard.md lists all events.
 
 The second half of this module reads traces, during or after a run, for `freewheel trace`:
 
@@ -20,10 +20,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -33,13 +32,8 @@ from freewheel.observe.run_folder import TRACE
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
 
-Category = Literal["span", "group", "counter"]
-SPAN: Category = "span"
-"""What a component does."""
-GROUP: Category = "group"
-"""A phase of a group."""
-COUNTER: Category = "counter"
-"""Numbers over time."""
+SPAN, GROUP, COUNTER = "span", "group", "counter"
+"""Categories: what a component does, a phase of a group, and numbers over time. docs/dashboard.md lists the events."""
 EVENT = "event"
 """An event in words; its name is its text."""
 MAIN = "main"
@@ -47,54 +41,6 @@ MAIN = "main"
 
 now = time.monotonic
 """The clock of the trace."""
-
-
-@dataclass(frozen=True)
-class EventKind:
-    """A kind of event."""
-
-    name: str
-    category: Category
-    component: str
-    args: tuple[str, ...]
-    what: str
-
-
-def _of(category: Category, *rows: tuple[str, str, str, str]) -> tuple[EventKind, ...]:
-    return tuple(
-        EventKind(name, category, component, tuple(args.split()), what) for component, name, args, what in rows
-    )
-
-
-EVENTS = (
-    *_of(
-        SPAN,
-        ("trainer", "train", "step", "a training step"),
-        ("trainer", "wait_batch", "", "there is nothing to train on"),
-        ("trainer", "pack", "step", "weights and checkpoint state are copied"),
-        ("trainer", "save", "step", "a checkpoint is written in the background"),
-        ("rollouter", "generate", "", "at least one group is in generation"),
-        ("rollouter", "wait_reward", "", "nothing is in generation, at least one group in scoring"),
-        ("rollouter", "wait_room", "", "nothing to do: the staleness bound holds generation back"),
-        ("rollouter", "load_weights", "version", "the engine loads a version while it generates"),
-        ("sync", "drain", "version", "running work finishes before weights change (sync and one_step_off)"),
-        ("sync", "sync", "version bytes", "a version goes to all engines"),
-        ("sync", "load", "version attempts", "the same for one engine, on its own track"),
-    ),
-    *_of(
-        GROUP,
-        ("rollouter", "generate", "attempt responses tokens", "from the ticket to the last response"),
-        ("rollouter", "response", "index tokens", "one response, from the ticket to its end"),
-        ("rollouter", "score", "index status", "one response, from its end to its verdict"),
-        ("rollouter", "store", "", "from the complete group to the queue's confirmation"),
-        ("trainer", "train", "step version lag", "taken from the queue, trained on and committed"),
-    ),
-    *_of(
-        COUNTER,
-        ("main", "groups", "queue_size in_progress", "groups ready, groups in progress"),
-        ("main", "tokens_per_s", "tokens_per_s", "tokens generated per second, all engines"),
-    ),
-)
 
 
 class Tracer:

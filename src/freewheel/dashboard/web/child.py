@@ -53,10 +53,10 @@ def main() -> None:
     if not _somebody_looks(listening, start.parent):
         return
     from freewheel.dashboard.web.runs import Runs
-    from freewheel.dashboard.web.server import serve_beside
+    from freewheel.dashboard.web.server import serve
 
     runs = Runs([start.run], clock=time.monotonic, must_exist=False)
-    serve_beside(runs, listening, start.token, parent=start.parent)
+    serve(runs, listening, start.token, parent=start.parent)
 
 
 def _somebody_looks(listening: socket.socket, parent: int) -> bool:

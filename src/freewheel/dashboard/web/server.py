@@ -31,7 +31,6 @@ import os
 import secrets
 import signal
 import socket
-import threading
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from http import HTTPStatus
@@ -163,25 +162,21 @@ def _without_rows(found: dict[str, Any]) -> dict[str, Any]:
 log = logging.getLogger("freewheel.dashboard")
 
 
-def serve(runs: Runs, listening: socket.socket, token: str, ready: Callable[[], None] = lambda: None) -> None:
-    """Serve until SIGINT or SIGTERM. Call it in the main thread. The first run is read at once, because the user opens
-    the address about a second later."""
-    threading.Thread(target=_read, args=(runs.all()[0],), daemon=True).start()
-    asyncio.run(_serve(runs, listening, token, ready, parent=None))
-
-
-def serve_beside(runs: Runs, listening: socket.socket, token: str, *, parent: int) -> None:
-    """Serve until stdin ends, the parent is no longer `parent`, or SIGTERM."""
-    asyncio.run(_serve(runs, listening, token, lambda: None, parent=parent))
-
-
-def _read(view: RunView) -> None:
-    with view.reading():
-        log.debug("%s is %s", view.folder, view.state)
+def serve(
+    runs: Runs,
+    listening: socket.socket,
+    token: str,
+    *,
+    ready: Callable[[], None] = lambda: None,
+    parent: int | None = None,
+) -> None:
+    """Serve until SIGTERM, in the main thread. Without `parent`, SIGINT ends it too; with one, the end of stdin, or
+    another parent."""
+    asyncio.run(_serve(runs, listening, token, ready, parent))
 
 
 async def _serve(
-    runs: Runs, listening: socket.socket, token: str, ready: Callable[[], None], *, parent: int | None
+    runs: Runs, listening: socket.socket, token: str, ready: Callable[[], None], parent: int | None
 ) -> None:
     loop = asyncio.get_running_loop()
     told = asyncio.Event()

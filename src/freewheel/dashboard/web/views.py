@@ -164,7 +164,7 @@ def overview(view: RunView) -> dict[str, Any]:
         "now": now(view),
         "steps": _curves(recorded.steps, "step"),
         "evals": _curves(recorded.evals, "step"),
-        "pulses": _pulses(recorded),
+        "pulses": _curves(recorded.pulses, "elapsed_s"),
         "ages": ages(view),
         "events": msgspec.to_builtins(list(recorded.events)),
         "metrics": _metrics(recorded),
@@ -229,14 +229,7 @@ def now(view: RunView) -> dict[str, Any]:
     gone = describe_gaps(recorded, step, view.unread) if state in ("live", "finished", "ended") else []
     if gone and not 0 < step < FEWEST_STEPS and found.trend == "unknown":
         found = Learning("unknown", "Whether it learns cannot be said: the rows that would tell are not there")
-    newest = pulse is not None and (statistics is None or pulse.time >= statistics.time)
-    source = recorded.pulses if newest else recorded.statistics
-    of_now = _last if state == "live" else mean_over_time
-    tokens_per_s, at_s = recorded.pulses["tokens_per_s"], recorded.pulses["elapsed_s"]
-    samples_per_s = of_now(recorded.pulses["samples_per_s"], at_s)
-    if pulse is None:
-        at_s = recorded.statistics["elapsed_s"]
-        tokens_per_s = rates(recorded.statistics["generated_tokens"], at_s)
+    pulses = recorded.pulses
     return {
         "state": state,
         "state_words": STATE_WORDS[state],
@@ -249,12 +242,12 @@ def now(view: RunView) -> dict[str, Any]:
         "held_out_se": recorded.evals.last("eval/reward_se"),
         "held_out_step": recorded.evals.last("step"),
         "recorded_step": int(recorded.steps.last("step") or 0),
-        "version": source.last("version"),
-        "published_version": source.last("published_version"),
-        "queue_size": source.last("queue_size"),
-        "in_progress": source.last("in_progress"),
-        "tokens_per_s": of_now(tokens_per_s, at_s),
-        "samples_per_s": samples_per_s,
+        "version": pulses.last("version"),
+        "published_version": pulses.last("published_version"),
+        "queue_size": pulses.last("queue_size"),
+        "in_progress": pulses.last("in_progress"),
+        "tokens_per_s": _speed(recorded, "tokens_per_s", live=state == "live"),
+        "samples_per_s": _speed(recorded, "samples_per_s", live=state == "live"),
         "verdict": pulse.verdict if pulse is not None else "",
         "doing": queue.waiting_for if queue is not None else "",
         "paused": queue.paused if queue is not None else "",
@@ -304,18 +297,6 @@ def _curves(columns: Columns, x: str) -> dict[str, Any]:
     return {name: found for name in names if (found := curve(columns[x], columns[name]))["x"]}
 
 
-def _pulses(recorded: RecordedMetrics) -> dict[str, Any]:
-    """Return curves over the time since the start; without pulses, from the statistics."""
-    if recorded.pulses.rows:
-        return _curves(recorded.pulses, "elapsed_s")
-    statistics = recorded.statistics
-    found = {name: curve(statistics["elapsed_s"], statistics[name]) for name in ("queue_size", "in_progress")}
-    found["tokens_per_s"] = curve(
-        statistics["elapsed_s"], rates(statistics["generated_tokens"], statistics["elapsed_s"]), MOST_POINTS
-    )
-    return {name: one for name, one in found.items() if one["x"]}
-
-
 def _waits(recorded: RecordedMetrics) -> dict[str, dict[str, float]]:
     """Return wait shares of the last pulses, by component."""
     parts = dict.fromkeys(part for waits in recorded.waits for part in waits)
@@ -338,9 +319,10 @@ def _eta_s(view: RunView) -> float | None:
     return float((total - recent[0][-1]) * took_s / done) if done > 0 else None
 
 
-def _last(values: Numbers, at_s: Numbers) -> float | None:
-    known = values[np.isfinite(values)]
-    return float(known[-1]) if known.size else None
+def _speed(recorded: RecordedMetrics, name: str, *, live: bool) -> float | None:
+    """Return the latest speed of a live run, and the mean speed of one that ended."""
+    pulses = recorded.pulses
+    return pulses.last(name) if live else mean_over_time(pulses[name], pulses["elapsed_s"])
 
 
 MOST_DIFFERENCES = 60
@@ -388,7 +370,6 @@ def _judge(numbers: JudgeNumbers, *, live: bool) -> dict[str, Any]:
         "waiting": waiting,
         "tokens": sum(end.prompt_tokens + end.completion_tokens for end in numbers.endpoints),
         "saved_share": saved / (saved + numbers.sent) if saved + numbers.sent else None,
-        "faults": numbers.faults or {},
     }
 
 
@@ -473,7 +454,7 @@ def compare(views: Sequence[RunView], metric: str, kind: str) -> dict[str, Any]:
                     "best_held_out": _best(recorded.evals["eval/reward"]),
                     "elapsed_s": recorded.steps.last("elapsed_s"),
                     "recorded_step": int(recorded.steps.last("step") or 0),
-                    "tokens_per_s": mean_over_time(recorded.pulses["tokens_per_s"], recorded.pulses["elapsed_s"]),
+                    "tokens_per_s": _speed(recorded, "tokens_per_s", live=False),
                 }
             )
             names |= dict.fromkeys(f"{one} {name}" for one in ("eval", "step") for name in recorded.metric_names(one))
