@@ -38,8 +38,7 @@ def test_an_unknown_name_is_not_found():
         _ = freewheel.data.Nothing
 
 
-@pytest.mark.parametrize("hidden", ["torch", "tensordict"])
-def test_a_missing_package_is_named_with_the_command_that_installs_it(hidden: str):
+def test_a_missing_package_is_named_with_the_command_that_installs_it():
     code = """
         import freewheel.data
         try:
@@ -47,5 +46,5 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(hidden: st
         except ImportError as error:
             print(error)
     """
-    said = run(code, hidden)
-    assert hidden in said and "pip install 'freewheel[train]'" in said
+    said = run(code, "torch")
+    assert "torch" in said and "pip install 'freewheel[train]'" in said

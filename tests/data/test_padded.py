@@ -14,7 +14,6 @@ from freewheel.data.group import NO_VERSION, Prompt, PromptGroup, Response, Tick
 from freewheel.data.padded import from_data_proto, prompt_to_data_proto, to_data_proto
 from freewheel.errors import DataError
 from freewheel.judge.verdict import Failed, Scored
-from freewheel.rewards import LengthPenaltyRewardManager
 
 PAD = 0
 TICKET = Ticket(7, 70)
@@ -101,19 +100,6 @@ def test_what_a_hook_writes_into_a_row_stays_there():
     assert data.non_tensor_batch["reward_model"][1]["ground_truth"] == "1"
     assert made[0].row["reward_model"]["ground_truth"] == "1"
     assert data.non_tensor_batch["extra_info"][2] == {}
-
-
-def test_a_reward_manager_takes_the_batch():
-    class Tokenizer:
-        def decode(self, ids: Any, **_: Any) -> str:
-            return f"#### {int(ids[0])}"
-
-    made = PromptGroup.of(
-        TICKET, prompt([5], reward_model={"ground_truth": "11", "style": "rule"}), [response([11]), response([12])], 0.0
-    )
-    manager = LengthPenaltyRewardManager(Tokenizer(), num_examine=0, length_penalty_config={"enable": False})
-    scores = manager(to_data_proto([made], pad_token_id=PAD))
-    assert scores.sum(-1).tolist() == [1.0, 0.0]
 
 
 def test_a_prompt_is_repeated_for_a_generation_hook():

@@ -11,17 +11,15 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from freewheel.data.group import Prompt
-from freewheel.data.prompts import Rendering, conversation, render, render_rows
+from freewheel.data.prompts import PLAIN, Rendering, conversation, render, render_rows
 from freewheel.data.tasks import TASKS, get_task
 from freewheel.data.tasks.gsm8k import INSTRUCTION
-from freewheel.data.tasks.word_problems import SPLITS, TEMPLATES, model_path, problems
+from freewheel.data.tasks.word_problems import SPLITS, TEMPLATES, WordProblems, model_path, problems
 from freewheel.errors import ConfigError, DataError
 from freewheel.judge.verdict import Scored
 from freewheel.rewards import rule_score
@@ -63,33 +61,37 @@ def text_of(prompt: Prompt) -> str:
 # -- rendering ------------------------------------------------------------------------------------------------------
 
 
-def test_text_without_a_chat_template_is_tokenized_as_it_stands():
-    prompt = render({"prompt": "Hello", "index": 3}, Letters())
-    assert text_of(prompt) == "^Hello" and prompt.tokens.dtype == np.int32
-    assert prompt.row == {"index": 3}  # the text is in the tokens
+BRIEF = Rendering(system_prompt="Be brief.")
+SYSTEM = [{"role": "system", "content": "Be long."}, {"role": "user", "content": "Hi"}]
+TURNS = [{"role": role, "content": role[0]} for role in ("user", "assistant", "user")]
 
 
-def test_a_chat_template_is_used_where_there_is_one_and_writes_its_own_special_tokens():
-    assert text_of(render({"question": "Hi"}, Letters(CHATML))) == "[user]Hi[assistant]"
-    assert text_of(render({"question": "Hi"}, Letters(CHATML), Rendering(chat_template="off"))) == "^Hi"
+@pytest.mark.parametrize(
+    ("prompt", "template", "rendering", "text"),
+    [
+        ("Hi", None, PLAIN, "^Hi"),
+        ("Hi", None, BRIEF, "^Be brief.\n\nHi"),
+        ("Hi", CHATML, PLAIN, "[user]Hi[assistant]"),  # the template writes its own special tokens
+        ("Hi", CHATML, Rendering(chat_template="off"), "^Hi"),
+        ("Hi", CHATML, BRIEF, "[system]Be brief.[user]Hi[assistant]"),
+        (SYSTEM, CHATML, BRIEF, "[system]Be brief.[user]Hi[assistant]"),
+        (SYSTEM, CHATML, PLAIN, "[system]Be long.[user]Hi[assistant]"),
+        (TURNS, CHATML, PLAIN, "[user]u[assistant]a[user]u[assistant]"),
+    ],
+)
+def test_a_prompt_is_text_or_messages_with_or_without_a_chat_template(
+    prompt: Any, template: str | None, rendering: Rendering, text: str
+):
+    found = render({"messages": prompt, "index": 3}, Letters(template), rendering)
+    assert text_of(found) == text and found.tokens.dtype == np.int32
+    assert found.row == {"index": 3}, "the text is in the tokens"
+
+
+def test_turns_and_required_templates_need_a_tokenizer_with_a_template():
     with pytest.raises(ConfigError, match=r"data\.chat_template = 'on': this tokenizer has none"):
         render({"question": "Hi"}, Letters(), Rendering(chat_template="on"))
-
-
-def test_a_system_prompt_comes_first_and_replaces_the_rows_own():
-    rendering = Rendering(system_prompt="Be brief.")
-    own = [{"role": "system", "content": "Be long."}, {"role": "user", "content": "Hi"}]
-    assert text_of(render({"prompt": "Hi"}, Letters(CHATML), rendering)) == "[system]Be brief.[user]Hi[assistant]"
-    assert text_of(render({"prompt": own}, Letters(CHATML), rendering)) == "[system]Be brief.[user]Hi[assistant]"
-    assert text_of(render({"prompt": own}, Letters(CHATML))) == "[system]Be long.[user]Hi[assistant]"
-    assert text_of(render({"prompt": "Hi"}, Letters(), rendering)) == "^Be brief.\n\nHi"
-
-
-def test_earlier_turns_need_a_chat_template():
-    turns = [{"role": role, "content": role[0]} for role in ("user", "assistant", "user")]
-    assert text_of(render({"prompt": turns}, Letters(CHATML))) == "[user]u[assistant]a[user]u[assistant]"
     with pytest.raises(DataError, match="only a chat template can mark who speaks"):
-        render({"prompt": turns}, Letters())
+        render({"prompt": TURNS}, Letters())
 
 
 def test_rows_that_hold_no_prompt_are_refused_with_what_they_hold():
@@ -130,17 +132,14 @@ def test_a_bad_row_is_named_by_its_place():
 # -- gsm8k ----------------------------------------------------------------------------------------------------------
 
 
-def write_rows(path: Path, rows: list[Any]) -> Path:
-    if path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(rows), path)
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+def load_file(task: str, folder: Path, *rows: Any) -> list[Any]:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return list(get_task(task).load("train", path))
 
 
-@pytest.mark.parametrize("name", ["train.jsonl", "train.parquet"])
-def test_gsm8k_reads_the_published_files(tmp_path: Path, name: str):
-    rows = get_task("gsm8k").load("train", write_rows(tmp_path / name, [NATALIA, WENG]))
+def test_gsm8k_reads_the_published_files(tmp_path: Path):
+    rows = load_file("gsm8k", tmp_path, NATALIA, WENG)
     assert rows[0] == {
         "data_source": "openai/gsm8k",
         "ability": "math",
@@ -160,7 +159,7 @@ def test_gsm8k_reads_what_verl_prepared(tmp_path: Path):
         "reward_model": {"style": "rule", "ground_truth": "72"},
         "extra_info": {"split": "test", "index": 17, **NATALIA},
     }
-    (row,) = get_task("gsm8k").load("train", write_rows(tmp_path / "test.parquet", [prepared]))
+    (row,) = load_file("gsm8k", tmp_path, prepared)
     assert row == prepared | {"index": 0}
     assert text_of(get_task("gsm8k").render(row, Letters(CHATML))) == "[user]Natalia …[assistant]"
 
@@ -176,7 +175,7 @@ def test_gsm8k_reads_what_verl_prepared(tmp_path: Path):
 )
 def test_gsm8k_names_a_row_that_it_cannot_use(tmp_path: Path, row: dict[str, Any], said: str):
     with pytest.raises(DataError, match=said):
-        get_task("gsm8k").load("train", write_rows(tmp_path / "a.jsonl", [NATALIA, row]))
+        load_file("gsm8k", tmp_path, NATALIA, row)
 
 
 @pytest.mark.parametrize(
@@ -184,9 +183,7 @@ def test_gsm8k_names_a_row_that_it_cannot_use(tmp_path: Path, row: dict[str, Any
     [("#### 2,000", 1.0, 1.0), ("so #### $2000.00", 1.0, 1.0), ("#### 72", 0.0, 1.0), ("2000", 0.0, 0.0)],
 )
 def test_gsm8k_scores_the_number_after_the_mark(tmp_path: Path, text: str, correct: float, right_format: float):
-    task = get_task("gsm8k")
-    _, row = task.load("train", write_rows(tmp_path / "a.jsonl", [NATALIA, WENG]))
-    found = task.score(text, row)
+    found = get_task("gsm8k").score(text, load_file("gsm8k", tmp_path, WENG)[0])
     assert isinstance(found, Scored) and found.value == correct
     assert found.parts == {"correct": correct, "format": right_format}
 
@@ -196,14 +193,9 @@ def test_gsm8k_scores_the_number_after_the_mark(tmp_path: Path, text: str, corre
 
 def test_rows_of_any_data_source_are_scored_by_its_rule(tmp_path: Path):
     task = get_task("rows")
-    path = write_rows(
-        tmp_path / "a.jsonl",
-        [
-            {"prompt": "1 + 1?", "data_source": "openai/gsm8k", "answer": "2", "level": 5},
-            {"prompt": "2 + 2?", "data_source": "openai/gsm8k", "reward_model": {"ground_truth": "4"}},
-        ],
-    )
-    first, second = task.load("train", path)
+    one = {"prompt": "1 + 1?", "data_source": "openai/gsm8k", "answer": "2", "level": 5}
+    two = {"prompt": "2 + 2?", "data_source": "openai/gsm8k", "reward_model": {"ground_truth": "4"}}
+    first, second = load_file("rows", tmp_path, one, two)
     assert first["extra_info"] == {"answer": "2", "index": 0, "question": "1 + 1?", "split": "train"}
     assert first["level"] == 5 and second["reward_model"] == {"ground_truth": "4", "style": "rule"}
     assert [task.score("#### 2", row).value for row in (first, second)] == [1.0, 0.0]  # type: ignore[union-attr]
@@ -245,6 +237,7 @@ def test_every_solution_is_right_and_fits(split: str, tokenizer: PreTrainedToken
         steps, _, answer = solution.partition("#")
         assert all(eval(left) == int(right) for left, right in (step.split("=") for step in steps.split(";")))
         assert task.score(solution, row).value == 1.0  # type: ignore[union-attr]
+        assert rule_score(row["data_source"], solution, answer).value == 1.0, "reward managers know the rule"
         tokens = tokenizer(solution + tokenizer.eos_token)["input_ids"]
         assert len(tokens) <= task.max_new_tokens and answer == row["reward_model"]["ground_truth"]
 
@@ -273,12 +266,6 @@ def test_only_one_number_after_one_mark_is_paid_for(response: str, value: float)
     row = {"reward_model": {"ground_truth": "16"}}
     assert task.score(response, row).value == value  # type: ignore[union-attr]
     assert task.score(response, row, finish="length").value == 0.0  # type: ignore[union-attr]  # not said to its end
-
-
-def test_reward_managers_know_the_rule_by_the_data_source():
-    row = load("test")[0]
-    found = rule_score(row["data_source"], row["extra_info"]["answer"], row["reward_model"]["ground_truth"])
-    assert found.value == 1.0
 
 
 # -- the shipped base -----------------------------------------------------------------------------------------------
@@ -324,29 +311,13 @@ def test_the_base_guesses_and_can_do_better(tokenizer: PreTrainedTokenizerFast):
 # -- the registry ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", list(TASKS))
-def test_built_in_tasks_go_by_their_names(name: str):
-    assert get_task(name).name == name
-
-
-def test_a_task_of_ones_own_is_found_as_an_object_or_a_class(monkeypatch: pytest.MonkeyPatch):
-    class Mine:
-        name, max_new_tokens, stop = "mine", 5, ()
-
-        def load(self, split: str, path: Any = None, *, limit: int | None = None) -> list[Any]:
-            return [{"prompt": split}]
-
-        def render(self, row: Any, tokenizer: Any, rendering: Any = None) -> Prompt:
-            return render(row, tokenizer)
-
-        def score(self, response: str, row: Any, *, finish: str = "stop") -> float:
-            return 1.0
-
+def test_a_task_is_found_by_its_name_or_as_an_object_or_a_class(monkeypatch: pytest.MonkeyPatch):
+    assert [get_task(name).name for name in TASKS] == [*TASKS]
     module = ModuleType("my_tasks")
-    module.Mine, module.mine, module.half = Mine, Mine(), object()  # type: ignore[attr-defined]
+    module.Mine, module.mine, module.half = WordProblems, WordProblems(), object()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "my_tasks", module)
     assert get_task("my_tasks:mine") is module.mine  # type: ignore[attr-defined]
-    assert isinstance(get_task("my_tasks:Mine"), Mine)
+    assert isinstance(get_task("my_tasks:Mine"), WordProblems)
     with pytest.raises(ConfigError, match="a task needs name, max_new_tokens, stop, load, render, score"):
         get_task("my_tasks:half")
     with pytest.raises(ConfigError, match="the module my_tasks has no other"):
@@ -362,15 +333,3 @@ def test_a_name_that_leads_nowhere_is_said(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match=r"importing needs_more failed: No module named 'no_such_dependency'"):
         get_task("needs_more:task")
-
-
-# -- what it needs and what the page says ---------------------------------------------------------------------------
-
-
-def test_the_examples_of_the_page_run():
-    page = (Path(__file__).parents[2] / "docs/tasks.md").read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    run = [block for block in blocks if "load_rows" not in block]  # that one names files of the reader
-    assert len(blocks) - len(run) == 1
-    for block in run:
-        exec(block, {"__name__": "page"})
