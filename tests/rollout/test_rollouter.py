@@ -568,7 +568,7 @@ async def test_an_async_hook_keeps_a_tools_tokens_and_does_not_train_on_them(sce
 async def test_a_hook_that_hangs_is_given_up_after_its_time(
     scene: Build, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("freewheel.rollout.generation.HOOK_TIMEOUTS", 2)
+    monkeypatch.setattr("freewheel.rollout.rollouter.HOOK_TIMEOUTS", 2)
 
     one = await scene(kind=hook(lambda batch: asyncio.sleep(WAIT_S)), generation_timeout_s=0.05)
     assert 0 not in await one.ordinals()

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -166,26 +166,18 @@ class InFlightRequest:
         return event
 
 
+@dataclass(eq=False, kw_only=True)
 class RequestTracker:
     """The requests in flight of one engine, by id: it checks, serves and watches them. For one event loop."""
 
-    def __init__(
-        self,
-        *,
-        slots: int,
-        max_prompt_tokens: int,
-        max_new_tokens: int,
-        vocabulary: int,
-        idle_s: Callable[[], float],
-    ) -> None:
-        """`idle_s` returns for how long the engine has made no token although it should have."""
-        self._slots = slots
-        self._max_prompt_tokens = max_prompt_tokens
-        self._max_new_tokens = max_new_tokens
-        self._vocabulary = vocabulary
-        self._idle_s = idle_s
-        self._requests: dict[str, InFlightRequest] = {}
-        self._timer: asyncio.TimerHandle | None = None
+    slots: int
+    max_prompt_tokens: int
+    max_new_tokens: int
+    vocabulary: int
+    idle_s: Callable[[], float]
+    """Returns for how long the engine has made no token although it should have."""
+    _requests: dict[str, InFlightRequest] = field(default_factory=dict, init=False)
+    _timer: asyncio.TimerHandle | None = field(default=None, init=False)
 
     def __iter__(self) -> Iterator[InFlightRequest]:
         return iter(list(self._requests.values()))
@@ -217,10 +209,10 @@ class RequestTracker:
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         """End requests that have waited too long for a token. Runs in the event loop: an engine cannot say it hangs."""
-        idle_s = self._idle_s()
+        idle_s = self.idle_s()
         slots_ahead = 0
         for entry in self:  # in the order of arrival, in which engines give out their slots
-            if slots_ahead < self._slots and idle_s > (limit_s := entry.request.timeout_s):
+            if slots_ahead < self.slots and idle_s > (limit_s := entry.request.timeout_s):
                 message = f"request {entry.request.id!r}: no token for {idle_s:.3g} s, timeout_s = {limit_s:g}"
                 entry.put(GenerationTimeout(message))
             slots_ahead += entry.missing
@@ -231,15 +223,15 @@ class RequestTracker:
         prompt, name = request.prompt, f"request {request.id!r}"
         if request.id in self._requests:
             raise ValueError(f"{name} is in flight already: give each request its own id")
-        if not 1 <= len(prompt) <= self._max_prompt_tokens:
-            raise PromptRefused(f"{name}: the prompt has {len(prompt)} tokens: give 1 to {self._max_prompt_tokens}")
+        if not 1 <= len(prompt) <= self.max_prompt_tokens:
+            raise PromptRefused(f"{name}: the prompt has {len(prompt)} tokens: give 1 to {self.max_prompt_tokens}")
         for token in (int(prompt.min()), int(prompt.max())):
-            if not 0 <= token < self._vocabulary:
-                most = self._vocabulary - 1
+            if not 0 <= token < self.vocabulary:
+                most = self.vocabulary - 1
                 raise PromptRefused(f"{name}: the prompt has token {token}, the model knows 0 to {most}")
         for params in request.samples:
             for key, is_possible, remedy in (
-                ("max_new_tokens", 1 <= params.max_new_tokens <= self._max_new_tokens, f"1 to {self._max_new_tokens}"),
+                ("max_new_tokens", 1 <= params.max_new_tokens <= self.max_new_tokens, f"1 to {self.max_new_tokens}"),
                 ("temperature", 0 <= params.temperature < math.inf, "0 (greedy) or more"),
                 ("top_p", 0 < params.top_p <= 1, "a number over 0, 1 at most"),
                 ("top_k", params.top_k >= 0, "0 (all tokens) or more"),

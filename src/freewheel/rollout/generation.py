@@ -9,20 +9,12 @@ A new way to generate, such as an environment with several turns, is one more so
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-import inspect
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
-from freewheel.data.group import Prompt, Response, Ticket
-from freewheel.errors import DataError
-from freewheel.rollout.engine import GenerationRequest, GenerationTimeout, SamplingParams
-
-HOOK_TIMEOUTS = 20
-"""A hook may take this many times `async_training.generation_timeout` (30 s: ten minutes) for one group. That key
-limits the time without a new token, and a hook has several turns with tools between them."""
+from freewheel.data.group import Prompt, Response
+from freewheel.rollout.engine import GenerationRequest, SamplingParams
 
 
 def sample_seed(run_seed: int, ordinal: int, sample: int) -> int:
@@ -62,43 +54,3 @@ async def generate_and_score(
         if isinstance(source, AsyncGenerator):
             await source.aclose()  # aborts a request whose scoring raised
     return [found[index] for index in range(n)]
-
-
-async def generate_by_hook(
-    hook: Callable[[Any], Any],
-    ticket: Ticket,
-    prompt: Prompt,
-    *,
-    sampling: Sampling,
-    version: int,
-    generation_timeout_s: float,
-) -> AsyncGenerator[tuple[int, Response], None]:
-    """Yield the responses of a user's `_custom_generation_logic`, which gets the prompt n times as a `DataProto`.
-
-    `version`: assigned to tokens that the hook does not label.
-    """
-    from freewheel.data.padded import from_data_proto, prompt_to_data_proto  # imports torch
-
-    batch = prompt_to_data_proto(prompt, sampling.n, ticket.ordinal)
-    limit = asyncio.timeout(HOOK_TIMEOUTS * generation_timeout_s)
-    try:
-        async with limit:
-            result = await _call_hook(hook, batch)
-    except TimeoutError as error:
-        if not limit.expired():  # raised by the hook, perhaps by one of its tools
-            raise
-        raise GenerationTimeout(
-            f"_custom_generation_logic took longer than {HOOK_TIMEOUTS} times async_training.generation_timeout = "
-            f"{generation_timeout_s:g} s"
-        ) from error
-    responses = from_data_proto(result, ticket, prompt, version, stop_token_ids=sampling.stop_token_ids)
-    if len(responses) != sampling.n:
-        raise DataError(f"_custom_generation_logic gave {len(responses)} rows: give rollout.n = {sampling.n}")
-    for index, response in enumerate(responses):
-        yield index, response
-
-
-async def _call_hook(hook: Callable[[Any], Any], batch: Any) -> Any:
-    """Call a plain function in a thread: while it computes, weights arrive and other groups continue."""
-    result = hook(batch) if inspect.iscoroutinefunction(hook) else await asyncio.to_thread(hook, batch)
-    return await result if inspect.isawaitable(result) else result

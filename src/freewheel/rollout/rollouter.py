@@ -16,20 +16,23 @@ The planner simulates a rollouter with the same `Lookahead` and `PUT_LINGER_S`.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 from freewheel.data.group import Array, EncodedGroup, EncodedGroups, Prompt, PromptGroup, Response, Ticket
+from freewheel.errors import DataError
 from freewheel.observe import samples, trace
 from freewheel.observe.spans import Spans
 from freewheel.queue.client import QueueClient
 from freewheel.queue.ledger import Failure, data_failure, infra_failure
 from freewheel.rollout.engine import Engine, EngineDied, EngineError, GenerationTimeout, PromptRefused
-from freewheel.rollout.generation import Sampling, generate_and_score, generate_by_hook
+from freewheel.rollout.generation import Sampling, generate_and_score
 from freewheel.rollout.reward_stage import FatalRewardFailure, GroupScoring, RewardStage, ScoringFailed
 from freewheel.sync.weights import AnyWeights
 from freewheel.trainer.advantages import has_no_variance
@@ -39,6 +42,9 @@ log = logging.getLogger("freewheel.rollout")
 
 ADMIT_WAIT_S = 5.0
 """A request for room is repeated this often, so that the loss of the queue is noticed."""
+HOOK_TIMEOUTS = 20
+"""A hook may take this many times `async_training.generation_timeout` (30 s: ten minutes) for one group. That key
+limits the time without a new token, and a hook has several turns with tools between them."""
 LOOKAHEAD = 2.0
 """Groups to admit, in units of what the engine runs at a time. The engine must not run dry between two admissions."""
 PUT_LINGER_S = 0.05
@@ -247,14 +253,36 @@ class Rollouter:
         if type(self)._custom_generation_logic is Rollouter._custom_generation_logic:
             request = self.sampling.request(f"{ticket.sequence}", ticket.ordinal, prompt, timeout_s=timeout_s)
             return self.engine.generate(request)
-        return generate_by_hook(
-            self._custom_generation_logic,
-            ticket,
-            prompt,
-            sampling=self.sampling,
-            version=self.engine.version,
-            generation_timeout_s=timeout_s,
-        )
+        return self._generate_by_hook(ticket, prompt)
+
+    async def _generate_by_hook(self, ticket: Ticket, prompt: Prompt) -> AsyncGenerator[tuple[int, Response], None]:
+        """Yield the responses of the user's `_custom_generation_logic`."""
+        from freewheel.data.padded import from_data_proto, prompt_to_data_proto  # imports torch
+
+        n, version = self.sampling.n, self.engine.version
+        limit = asyncio.timeout(HOOK_TIMEOUTS * self.generation_timeout_s)
+        try:
+            async with limit:
+                result = await self._call_hook(prompt_to_data_proto(prompt, n, ticket.ordinal))
+        except TimeoutError as error:
+            if not limit.expired():  # raised by the hook, perhaps by one of its tools
+                raise
+            raise GenerationTimeout(
+                f"_custom_generation_logic took longer than {HOOK_TIMEOUTS} times async_training.generation_timeout = "
+                f"{self.generation_timeout_s:g} s"
+            ) from error
+        stop_token_ids = self.sampling.stop_token_ids
+        responses = from_data_proto(result, ticket, prompt, version, stop_token_ids=stop_token_ids)
+        if len(responses) != n:
+            raise DataError(f"_custom_generation_logic gave {len(responses)} rows: give rollout.n = {n}")
+        for index, response in enumerate(responses):
+            yield index, response
+
+    async def _call_hook(self, batch: Any) -> Any:
+        """Call a plain function in a thread: while it computes, weights arrive and other groups continue."""
+        hook = self._custom_generation_logic
+        result = hook(batch) if inspect.iscoroutinefunction(hook) else await asyncio.to_thread(hook, batch)
+        return await result if inspect.isawaitable(result) else result
 
     def _score(self, scoring: GroupScoring, start_s: float, index: int, response: Response) -> None:
         self.total_generated_samples += 1
@@ -295,7 +323,7 @@ class Rollouter:
         return list({ticket.sequence: ticket for ticket in held}.values())
 
     def stats(self) -> dict[str, Any]:
-        engine = self.engine.stats()
+        engine = asdict(self.engine.stats())
         return {
             "total_generated_samples": self.total_generated_samples,
             "generation_errors": self.generation_errors,
@@ -304,13 +332,8 @@ class Rollouter:
             "generating_groups": self._generating,
             "scoring_groups": len(self._tasks) - self._generating,
             "unstored_groups": len(self._outbox),
-            "version": engine.version,
-            "running": engine.running,
-            "waiting": engine.waiting,
-            "slots": engine.slots,
-            "generated_tokens": engine.generated_tokens,
-            "prompt_tokens": engine.prompt_tokens,
-            "engine_busy_s": engine.busy_s,
+            "engine_busy_s": engine.pop("busy_s"),
+            **engine,
             "rewards": self.rewards.stats(),
             "spans": self.spans.snapshot(),
         }

@@ -31,7 +31,7 @@ from freewheel.observe.logs import attach_log, component_statistics, detach_log
 from freewheel.observe.metrics import Alerts
 from freewheel.observe.recorder import Recorder, Sink, SinkError, open_sinks
 from freewheel.observe.run_folder import FINAL, saved_steps
-from freewheel.rollout.generation import HOOK_TIMEOUTS
+from freewheel.rollout.rollouter import HOOK_TIMEOUTS
 from freewheel.runtime.account import Outcome, RunAccount, RunResult
 from freewheel.runtime.building import check_journal, end_recording, find_monitor, start_recording
 from freewheel.runtime.cluster import cluster, lost_processes

@@ -131,7 +131,7 @@ class VllmEngine:
         self._initial = initial
         self._ship = ship
         self._slots = slots
-        self._version = version
+        self.version = version
         self._name = secrets.token_hex(8)
         self._loads = 0
         """Number of successful updates."""
@@ -168,10 +168,6 @@ class VllmEngine:
 
     # -- the protocol -------------------------------------------------------------------------------------------------
 
-    @property
-    def version(self) -> int:
-        return self._version
-
     def generate(self, request: GenerationRequest) -> AsyncIterator[tuple[int, Response]]:
         return self._requests.serve(request, self._start, self._stop)
 
@@ -196,7 +192,7 @@ class VllmEngine:
     def stats(self) -> EngineStats:
         live = len(self._live)
         return EngineStats(
-            version=self._version,
+            version=self.version,
             running=min(live, self._slots),
             waiting=max(0, live - self._slots),
             slots=self._slots,
@@ -317,7 +313,7 @@ class VllmEngine:
             async with self._updating:
                 if self._initial is not None:
                     self._check_open()
-                    await self._replace(self._version, weights)
+                    await self._replace(self.version, weights)
         except Exception as error:  # noqa: BLE001  # whatever it was, nothing can be generated
             self._end(EngineDied(f"vLLM could not load its first weights: {error}"))
 
@@ -334,13 +330,13 @@ class VllmEngine:
         except Exception as error:
             what = f"vLLM did not take version {version}: {error}"
             if not overwritten:
-                raise EngineError(f"{what}; version {self._version} continues to serve") from error
+                raise EngineError(f"{what}; version {self.version} continues to serve") from error
             self._failed_updates += 1
             if self._failed_updates >= MOST_FAILED_UPDATES:
                 raise self._end(EngineDied(f"{what}; its weights are of several versions")) from error
             raise EngineError(f"{what}; nothing is generated until an update succeeds") from error
         self._failed_updates = 0
-        self._version = version
+        self.version = version
         self._loads += 1
         self._initial = None
 
