@@ -37,9 +37,6 @@ def values_of(data: DataProto) -> list[int]:
     return values
 
 
-# -- construction -----------------------------------------------------------------------------------------------------
-
-
 def test_lists_of_lists_stay_one_entry_per_row():
     for rows in ([[1], [2]], [[1, 2], [3]], [(1, 2), (3, 4)], [np.zeros(2), np.ones(2)], [[], []]):
         column = DataProto.from_dict(non_tensors={"o": rows}).non_tensor_batch["o"]
@@ -97,8 +94,6 @@ def test_tensors_and_objects_in_meta_info_are_shared():
     assert copied["w"] is weights and copied["o"] is thing
 
 
-# -- rows -------------------------------------------------------------------------------------------------------------
-
 bounds = st.none() | st.integers(-12, 12)
 
 
@@ -134,9 +129,6 @@ def test_wrong_indices_are_refused():
     for kind in (True, "x", 1.0, None, [0.5], [[0]], torch.tensor(True), torch.zeros(2), np.bool_(True)):
         with pytest.raises(IndexError):
             data[kind]
-
-
-# -- transport and reward managers ------------------------------------------------------------------------------------
 
 
 def test_a_pickle_brings_everything_over():

@@ -13,7 +13,8 @@ from freewheel.data import DataProto
 from freewheel.data.group import NO_VERSION, Prompt, PromptGroup, Response, Ticket
 from freewheel.data.padded import from_data_proto, prompt_to_data_proto, to_data_proto
 from freewheel.errors import DataError
-from freewheel.judge.verdict import Failed, Scored
+
+from .responses import response
 
 PAD = 0
 TICKET = Ticket(7, 70)
@@ -21,19 +22,6 @@ TICKET = Ticket(7, 70)
 
 def prompt(tokens: list[int], **row: Any) -> Prompt:
     return Prompt(tokens=np.array(tokens, np.int32), row={"data_source": "openai/gsm8k"} | row)
-
-
-def response(tokens: list[int], *, mask: list[int] | None = None, value: float = 1.0) -> Response:
-    made = np.array(mask or [1] * len(tokens), np.uint8)
-    return Response(
-        tokens=np.array(tokens, np.int32),
-        logprobs=np.where(made, -np.arange(1, len(tokens) + 1), 0).astype(np.float32),
-        versions=np.where(made, 3, NO_VERSION).astype(np.int32),
-        mask=made,
-        finish="stop",
-        verdict=Failed("test") if math.isnan(value) else Scored(value),
-        reward=value,
-    )
 
 
 def groups() -> list[PromptGroup]:

@@ -58,9 +58,6 @@ def text_of(prompt: Prompt) -> str:
     return "".join("^" if token == 1 else chr(token) for token in prompt.tokens)
 
 
-# -- rendering ------------------------------------------------------------------------------------------------------
-
-
 BRIEF = Rendering(system_prompt="Be brief.")
 SYSTEM = [{"role": "system", "content": "Be long."}, {"role": "user", "content": "Hi"}]
 TURNS = [{"role": role, "content": role[0]} for role in ("user", "assistant", "user")]
@@ -129,9 +126,6 @@ def test_a_bad_row_is_named_by_its_place():
         render_rows([{"prompt": "a"}, {"text": "b"}], lambda row: render(row, Letters()))
 
 
-# -- gsm8k ----------------------------------------------------------------------------------------------------------
-
-
 def load_file(task: str, folder: Path, *rows: Any) -> list[Any]:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -188,9 +182,6 @@ def test_gsm8k_scores_the_number_after_the_mark(tmp_path: Path, text: str, corre
     assert found.parts == {"correct": correct, "format": right_format}
 
 
-# -- rows -----------------------------------------------------------------------------------------------------------
-
-
 def test_rows_of_any_data_source_are_scored_by_its_rule(tmp_path: Path):
     task = get_task("rows")
     one = {"prompt": "1 + 1?", "data_source": "openai/gsm8k", "answer": "2", "level": 5}
@@ -201,9 +192,6 @@ def test_rows_of_any_data_source_are_scored_by_its_rule(tmp_path: Path):
     assert [task.score("#### 2", row).value for row in (first, second)] == [1.0, 0.0]  # type: ignore[union-attr]
     with pytest.raises(ConfigError, match=r"data\.train = None: the task rows has no data"):
         task.load("train")
-
-
-# -- word_problems --------------------------------------------------------------------------------------------------
 
 
 def test_no_numbers_of_the_test_split_occur_in_training():
@@ -268,9 +256,6 @@ def test_only_one_number_after_one_mark_is_paid_for(response: str, value: float)
     assert task.score(response, row, finish="length").value == 0.0  # type: ignore[union-attr]  # not said to its end
 
 
-# -- the shipped base -----------------------------------------------------------------------------------------------
-
-
 def test_the_tokenizer_knows_every_word_and_gives_it_back(tokenizer: PreTrainedTokenizerFast):
     assert len(tokenizer) == 61 and tokenizer.padding_side == "left"
     for row in [*load("train"), *load("test")]:
@@ -306,9 +291,6 @@ def test_the_base_guesses_and_can_do_better(tokenizer: PreTrainedTokenizerFast):
 
     assert reward(do_sample=False) <= 0.25
     assert 0.2 < reward(do_sample=True, top_k=0, top_p=1.0, temperature=1.0) < 0.45
-
-
-# -- the registry ---------------------------------------------------------------------------------------------------
 
 
 def test_a_task_is_found_by_its_name_or_as_an_object_or_a_class(monkeypatch: pytest.MonkeyPatch):

@@ -7,7 +7,6 @@ import math
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,39 +19,15 @@ from freewheel.rollout.evaluation import EvalResult, HeldOutScore, evaluate
 from freewheel.rollout.generation import Sampling
 from freewheel.rollout.reward_functions import load_reward
 
+from .fake_engine import FakeEngine
+
 GREEDY = Sampling(n=1, max_new_tokens=9, temperature=0.0, seed=5)
 PAIRS = replace(GREEDY, n=2, temperature=1.0)
 
 
-class Echo:
-    """An engine that answers a prompt with its own tokens, and refuses those that begin with 0."""
-
-    def __init__(self, *, slots: int = 4, limit: int = 100, error: EngineError | None = None) -> None:
-        self.slots, self.limit = slots, limit
-        self.error = error or PromptRefused("it begins with 0")
-        self.version = 7
-        self.requests: list[GenerationRequest] = []
-        self.at_once = self.most_at_once = 0
-
-    def stats(self) -> Any:
-        return SimpleNamespace(slots=self.slots)
-
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[tuple[int, Response]]:
-        self.requests.append(request)
-        self.at_once += 1
-        self.most_at_once = max(self.most_at_once, self.at_once)
-        try:
-            await asyncio.sleep(0)
-            if request.prompt[0] == 0:
-                raise self.error
-            for index, _ in reversed(list(enumerate(request.samples))):
-                tokens = request.prompt[: self.limit]
-                cut = "length" if len(request.prompt) > self.limit else "stop"
-                versions = np.full(len(tokens), self.version, np.int32)
-                yield index, generated_response(tokens, np.zeros(len(tokens), np.float32), versions, cut)
-                self.version += 1
-        finally:
-            self.at_once -= 1
+def refuse_zero(request: GenerationRequest, before: int) -> None:
+    if request.prompt[0] == 0:
+        raise PromptRefused("it begins with 0")
 
 
 def prompts(*rows: list[int]) -> list[Prompt]:
@@ -65,35 +40,45 @@ async def total(prompt: Prompt, response: Response) -> Verdict:
 
 async def run(*rows: list[int], score: Any = total, engine: Any = None, **more: Any) -> EvalResult:
     sampling = more.pop("sampling", GREEDY)
-    return await evaluate(engine or Echo(), prompts(*rows), score, sampling, timeout_s=30.0, **more)
+    return await evaluate(engine or FakeEngine(refuse_zero), prompts(*rows), score, sampling, timeout_s=30.0, **more)
 
 
-# -- generation -------------------------------------------------------------------------------------------------------
+class Changing(FakeEngine):
+    """The second response of each prompt is cut off and made by the next version."""
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[tuple[int, Response]]:
+        async for index, response in super().generate(request):
+            finish: Any = "length" if index else "stop"
+            yield index, replace(response, versions=response.versions + index, finish=finish)
 
 
 async def test_scores_are_averaged_over_prompts_and_samples_of_all_versions():
-    found = await run([1, 1], [1, 3], sampling=PAIRS)
-    assert found.scores.tolist() == [[2, 2], [4, 4]]
-    assert (found.mean, found.best, found.per_prompt.tolist()) == (3.0, 3.0, [2.0, 4.0])
-    assert (found.failed, found.truncated_share, found.mean_tokens) == (0, 0.0, 2.0)
-    assert found.versions == (7, 8, 9, 10)
-    assert (await run([1, 1, 1], [1, 1], engine=Echo(limit=2))).truncated_share == 0.5
+    found = await run([1], [3], sampling=PAIRS, engine=Changing(version=7))
+    assert found.scores.tolist() == [[1, 2], [3, 4]]
+    assert (found.mean, found.best, found.per_prompt.tolist()) == (2.5, 3.0, [1.5, 3.5])
+    assert (found.failed, found.truncated_share, found.mean_tokens) == (0, 0.5, 2.0)
+    assert found.versions == (7, 8)
 
 
 async def test_failures_of_the_engine_are_counted_and_raised_only_if_nothing_is_left(caplog: pytest.LogCaptureFixture):
     found = await run([1], [0], [1])
-    assert (found.mean, found.failed, found.lengths.tolist()) == (1.0, 1, [[1], [0], [1]])
+    assert (found.mean, found.failed, found.lengths.tolist()) == (1.0, 1, [[2], [0], [2]])
     assert "1 of 3 prompts could not be generated for: it begins with 0" in caplog.text
     with pytest.raises(EngineError, match="begins with 0"):
         await run([0], [0])
+
+    def dies(request: GenerationRequest, before: int) -> None:
+        if request.prompt[0] == 0:
+            raise EngineDied("gone")
+
     with pytest.raises(EngineDied):
-        await run([1], [0], engine=Echo(error=EngineDied("gone")))
+        await run([1], [0], engine=FakeEngine(dies))
     with pytest.raises(ValueError, match="at least one"):
         await run()
 
 
 async def test_a_share_of_the_prompts_is_sampled_as_in_the_whole():
-    whole, part = Echo(), Echo()
+    whole, part = FakeEngine(), FakeEngine()
     rows = prompts([1], [2], [3], [4])
     await evaluate(whole, rows, total, PAIRS, timeout_s=30.0)
     await evaluate(part, rows[1::2], total, PAIRS, timeout_s=30.0, ordinals=[1, 3])
@@ -104,9 +89,9 @@ async def test_a_share_of_the_prompts_is_sampled_as_in_the_whole():
 
 
 async def test_the_engine_has_twice_its_slots_in_requests():
-    engine = Echo(slots=4)
+    engine = FakeEngine()
     await run(*[[1]] * 30, engine=engine, sampling=PAIRS)
-    assert engine.most_at_once == 4
+    assert engine.most_running == engine.stats().slots
 
 
 async def test_slow_scoring_does_not_keep_the_engine_waiting():
@@ -115,17 +100,14 @@ async def test_slow_scoring_does_not_keep_the_engine_waiting():
     async def score(prompt: Prompt, response: Response) -> Verdict:
         nonlocal scoring
         scoring += 1
-        if scoring == 8:
+        if scoring == 32:
             all_generated.set()
         await all_generated.wait()
         return Scored(1.0)
 
     async with asyncio.timeout(20):
-        found = await run(*[[1]] * 8, engine=Echo(slots=1), score=score, keep_responses=True)
-    assert found.mean == 1.0 and len(found.responses) == 8
-
-
-# -- results ----------------------------------------------------------------------------------------------------------
+        found = await run(*[[1]] * 32, score=score, keep_responses=True)
+    assert found.mean == 1.0 and len(found.responses) == 32
 
 
 def result(scores: list[list[float]], *parts: dict[str, float]) -> EvalResult:
@@ -165,9 +147,6 @@ def test_shares_are_joined_with_their_parts():
     assert {name: one.mean for name, one in found.parts.items()} == pytest.approx(
         {"cut": math.nan, "format": 1.0, "steps": 3.0}, nan_ok=True
     )
-
-
-# -- scoring ----------------------------------------------------------------------------------------------------------
 
 
 def held_out(function: Any, executor: Any = "thread") -> HeldOutScore:

@@ -37,9 +37,6 @@ def values(function: RewardFunction, *calls: Call) -> list[float]:
     return [one.value for one in outcomes]
 
 
-# -- conventions ------------------------------------------------------------------------------------------------------
-
-
 def test_one_response_comes_with_its_row_and_only_with_what_the_function_takes():
     def compute(data_source, solution_str, ground_truth, extra_info=None, method="strict"):
         assert (data_source, ground_truth, extra_info["question"], method) == ("openai/gsm8k", "42", "6 x 7?", "strict")
@@ -123,8 +120,6 @@ def test_a_function_cannot_change_the_data():
     assert ROW["reward_model"] and ROW["extra_info"]
 
 
-# -- refusals ---------------------------------------------------------------------------------------------------------
-
 MODULE = """
 score = 3
 class Reward:
@@ -162,9 +157,6 @@ def test_a_function_that_cannot_be_found_or_called_is_refused(
             load_reward(spec, construct=construct)
     assert values(load_reward("my_rewards:Reward"), call()) == [1.0]
     load_reward("my_rewards:Loads", construct=False)
-
-
-# -- results ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -224,8 +216,6 @@ def test_a_batch_function_must_give_one_result_for_each_response(found: Any):
     outcomes = load_reward(lambda completions: found).score([call(), call()])
     assert [one.status for one in outcomes] == ["failed"] * 2
 
-
-# -- documentation ----------------------------------------------------------------------------------------------------
 
 PAGE = Path(__file__).parents[2] / "docs" / "tasks.md"
 SECTION = re.split(r"^## ", PAGE.read_text().partition("## Reward functions\n")[2], maxsplit=1, flags=re.MULTILINE)[0]

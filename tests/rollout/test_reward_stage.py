@@ -28,8 +28,8 @@ from freewheel.rollout import reward_stage
 from freewheel.rollout.reward_functions import load_reward
 from freewheel.rollout.reward_stage import FatalRewardFailure, GroupPolicy, GroupScoring, RewardStage, ScoringFailed
 
-WAIT_S = 30.0
-"""Longer than anything here takes on a busy machine, shorter than pytest's own limit."""
+from .helpers import WAIT_S, until
+
 KEY = "sk-test-0123456789-very-secret"
 ROW = {"data_source": "test/words", "reward_model": {"ground_truth": "yes"}, "extra_info": {"question": "Is it?"}}
 
@@ -91,12 +91,6 @@ def begin(stage: RewardStage, texts: Sequence[str], ordinal: int = 0, n: int | N
 
 async def scored(stage: RewardStage, *texts: str, ordinal: int = 0) -> list[Response]:
     return await asyncio.wait_for(begin(stage, texts, ordinal).result(), WAIT_S)
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not holds():
-            await asyncio.sleep(0.01)
 
 
 def numbers(rewarded: Sequence[Response]) -> list[float | None]:

@@ -34,9 +34,8 @@ from freewheel.rollout.rollouter import LOOKAHEAD, Lookahead, Rollouter
 from freewheel.sync.weights import pack
 
 from .fake_engine import Behave, FakeEngine
+from .helpers import WAIT_S, until
 
-WAIT_S = 30.0
-"""Longer than anything here takes on a busy machine."""
 SOON_S = 3.0
 """Well under what a wait for room takes, and long for a thing that is to happen at once."""
 N = 3
@@ -98,11 +97,6 @@ class Scene:
 
     async def ordinals(self, step: int = 1) -> list[int]:
         return sorted(group.ordinal for group in await self.taken(step))
-
-    async def until(self, holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(WAIT_S):
-            while not holds():
-                await asyncio.sleep(0.005)
 
     def held(self) -> list[int]:
         """The ordinals of the tickets that the rollouter holds."""
@@ -289,7 +283,7 @@ async def test_a_prompt_that_cannot_work_is_abandoned_after_two_attempts_and_cos
 ) -> None:
     one = await scene(**settings)
     assert 0 not in await one.ordinals()
-    await one.until(lambda: bool(one.queue.ledger.abandoned))
+    await until(lambda: bool(one.queue.ledger.abandoned))
     stats = await one.queue.stats()
     assert (stats["failed_attempts"], stats["abandoned"]) == ({reason: 2}, {reason: 1})
     assert logged in caplog.text
@@ -323,7 +317,7 @@ async def test_nothing_more_is_scored_of_a_group_whose_generation_failed(scene: 
                 yield index, response
 
     one = await scene(Breaks(), reward=judge, rewards={"concurrency": 1}, capacity=1)
-    await one.until(lambda: one.rollouter.generation_errors >= 1)
+    await until(lambda: one.rollouter.generation_errors >= 1)
     gate.set()
     await one.taken()
     assert calls.count("0 0") == 2  # the first of each attempt
@@ -372,25 +366,25 @@ async def test_a_slow_reward_holds_no_generation_capacity(scene: Build) -> None:
 
     one = await scene(reward=slow, capacity=1, bounds=bounds_of(threshold=3))
     try:
-        await one.until(lambda: len(one.engine.requests) == 16)  # all that may be alive, though none is scored
-        await one.until(lambda: one.rollouter.stats()["generating_groups"] == 0)
+        await until(lambda: len(one.engine.requests) == 16)  # all that may be alive, though none is scored
+        await until(lambda: one.rollouter.stats()["generating_groups"] == 0)
         stats = one.rollouter.stats()
         assert stats["scoring_groups"] == 16
         assert stats["rewards"]["scored"] == 0
-        await one.until(lambda: one.rollouter.stats()["spans"].get("wait_reward", 0) > 0)
+        await until(lambda: one.rollouter.stats()["spans"].get("wait_reward", 0) > 0)
     finally:
         held.set()
     assert len(await one.taken()) == 4
-    await one.until(lambda: one.rollouter.stats()["spans"].get("wait_room", 0) > 0)
+    await until(lambda: one.rollouter.stats()["spans"].get("wait_room", 0) > 0)
     assert one.rollouter.stats()["spans"]["generate"] > 0
 
 
 async def test_the_engine_gets_twice_the_groups_that_it_can_run(scene: Build) -> None:
     one = await scene(capacity=3, bounds=bounds_of(threshold=9))
     one.engine.gate.clear()
-    await one.until(lambda: len(one.engine.requests) == 6)  # it must not run dry
+    await until(lambda: len(one.engine.requests) == 6)  # it must not run dry
     one.engine.gate.set()
-    await one.until(lambda: one.rollouter.total_generated_samples == 40 * N)
+    await until(lambda: one.rollouter.total_generated_samples == 40 * N)
     assert one.engine.most_running == 6
 
 
@@ -409,9 +403,9 @@ async def test_one_long_response_does_not_hold_the_slots_of_the_others_of_its_gr
 
     long = asyncio.Event()
     one = await scene(LongLast(), capacity=2, bounds=bounds_of(threshold=9))
-    await one.until(lambda: one.rollouter.stats()["generating_groups"] > 4)
+    await until(lambda: one.rollouter.stats()["generating_groups"] > 4)
     long.set()
-    await one.until(lambda: one.rollouter.total_generated_samples == 40 * N)
+    await until(lambda: one.rollouter.total_generated_samples == 40 * N)
 
 
 async def test_groups_that_end_together_travel_together(scene: Build) -> None:
@@ -422,8 +416,8 @@ async def test_groups_that_end_together_travel_together(scene: Build) -> None:
             sizes.append(len(groups))
             return await super().put(groups, wait_s=wait_s)
 
-    one = await scene(queue=Counting(bounds=bounds_of(threshold=3)), capacity=8)
-    await one.until(lambda: sum(sizes) == 16)
+    await scene(queue=Counting(bounds=bounds_of(threshold=3)), capacity=8)
+    await until(lambda: sum(sizes) == 16)
     assert len(sizes) < 16
 
 
@@ -431,21 +425,27 @@ async def test_groups_that_end_together_travel_together(scene: Build) -> None:
 
 
 class Reluctant(MessageQueue):
-    """Answers "not yet" to puts while `refuses`."""
+    """Neither stores groups nor hears of failures before `ready` is set."""
 
-    refuses = True
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(retry_delay_s=0.0, **settings)
+        self.ready = asyncio.Event()
 
     async def put(self, groups: EncodedGroups, *, wait_s: float) -> bool:
-        return not self.refuses and await super().put(groups, wait_s=wait_s)
+        return self.ready.is_set() and await super().put(groups, wait_s=wait_s)
+
+    async def fail(self, ticket: Ticket, failure: Any) -> None:
+        await self.ready.wait()
+        await super().fail(ticket, failure)
 
 
 async def test_a_group_is_put_until_the_queue_has_stored_it_and_the_engine_does_not_wait(scene: Build) -> None:
     queue = Reluctant(bounds=bounds_of(threshold=3))
     one = await scene(queue=queue, capacity=1)
-    await one.until(lambda: one.rollouter.stats()["unstored_groups"] == 16)  # all that admission allows
-    queue.refuses = False
+    await until(lambda: one.rollouter.stats()["unstored_groups"] == 16)  # all that admission allows
+    queue.ready.set()
     assert len(await one.taken()) == 4
-    await one.until(lambda: one.rollouter.stats()["unstored_groups"] == 0)
+    await until(lambda: one.rollouter.stats()["unstored_groups"] == 0)
     assert queue.total_produced == 16 and queue.dropped == {}
 
 
@@ -457,38 +457,24 @@ async def test_a_rollouter_holds_a_ticket_until_the_queue_has_confirmed_its_end(
             await scored.wait()
         return by_index(response, row)
 
-    queue = Reluctant(bounds=bounds_of(threshold=0))
-    one = await scene(queue=queue, reward=slow)
-    one.engine.gate.clear()
-    await one.until(lambda: one.engine.running == 4)
-    assert one.held() == [0, 1, 2, 3], "in generation"
-    one.engine.gate.set()
-    await one.until(lambda: one.rollouter.stats()["unstored_groups"] == 2)
-    assert one.held() == [0, 1, 2, 3], "two of them in scoring"
-    queue.refuses = False
-    await one.until(lambda: one.held() == [2, 3])
-    scored.set()
-    await one.taken()
-    await one.until(lambda: not one.held())
-
-
-async def test_a_ticket_is_held_until_the_queue_knows_of_its_failure(scene: Build) -> None:
-    heard = asyncio.Event()
-
-    class Deaf(MessageQueue):
-        async def fail(self, ticket: Ticket, failure: Any) -> None:
-            await heard.wait()
-            await super().fail(ticket, failure)
-
-    def fails(request: GenerationRequest, before: int) -> None:
+    async def fails(request: GenerationRequest, before: int) -> None:
+        await one.engine.gate.wait()
         if request.prompt[0] == 0 and before == 0:
             raise EngineError("a kernel broke")
 
-    one = await scene(fails, queue=Deaf(bounds=bounds_of(), retry_delay_s=0.0))
-    await one.until(lambda: one.rollouter.generation_errors == 1)
-    assert 0 in one.held()
-    heard.set()
-    assert 0 in [*await one.ordinals(), *await one.ordinals(2)]
+    queue = Reluctant(bounds=bounds_of(threshold=0))
+    one = await scene(fails, queue=queue, reward=slow)
+    one.engine.gate.clear()
+    await until(lambda: one.engine.running == 4)
+    assert one.held() == [0, 1, 2, 3], "in generation"
+    one.engine.gate.set()
+    await until(lambda: one.rollouter.stats()["unstored_groups"] == 1 and one.rollouter.generation_errors == 1)
+    assert one.held() == [0, 1, 2, 3], "one failed, one is not stored, two are in scoring"
+    queue.ready.set()
+    await until(lambda: one.held() == [2, 3])
+    scored.set()
+    assert await one.ordinals() == [0, 1, 2, 3]
+    await until(lambda: not one.held())
 
 
 # -- zero variance ----------------------------------------------------------------------------------------------------
@@ -514,7 +500,7 @@ async def test_a_group_without_differing_rewards_is_dropped_and_another_takes_it
 async def test_weights_that_arrive_during_generation_label_the_tokens_after_them(scene: Build) -> None:
     one = await scene(bounds=bounds_of(threshold=0))
     one.engine.gate.clear()
-    await one.until(lambda: one.engine.running == 4)
+    await until(lambda: one.engine.running == 4)
     await one.rollouter.load_weights(1, pack({"w": torch.ones(1)}), verify=False)
     one.engine.gate.set()
     for group in await one.taken():
@@ -572,7 +558,7 @@ async def test_a_hook_that_hangs_is_given_up_after_its_time(
 
     one = await scene(kind=hook(lambda batch: asyncio.sleep(WAIT_S)), generation_timeout_s=0.05)
     assert 0 not in await one.ordinals()
-    await one.until(lambda: one.rollouter.generation_errors >= 1)
+    await until(lambda: one.rollouter.generation_errors >= 1)
     assert (await one.queue.stats())["dropped_by_reason"]["timeout"] >= 1
     assert "longer than 2 times async_training.generation_timeout = 0.05 s" in caplog.text
 
@@ -588,7 +574,7 @@ async def test_weights_arrive_while_a_plain_hook_computes(scene: Build) -> None:
 
     one = await scene(kind=Computes, bounds=bounds_of(threshold=0))
     try:
-        await one.until(started.is_set)
+        await until(started.is_set)
         await one.rollouter.load_weights(1, pack({"w": torch.ones(1)}), verify=False)
     finally:
         go_on.set()
@@ -624,9 +610,9 @@ async def test_stop_and_cancellation_end_the_loop_promptly(scene: Build, doing: 
     one = await scene(reward=never if doing == "scoring" else by_index, bounds=bounds_of(threshold=0))
     if doing == "generating":
         one.engine.gate.clear()
-        await one.until(lambda: one.engine.running == 4)
+        await until(lambda: one.engine.running == 4)
     elif doing == "scoring":
-        await one.until(lambda: one.rollouter.stats()["scoring_groups"] == 4)
+        await until(lambda: one.rollouter.stats()["scoring_groups"] == 4)
     else:
         await one.taken()
     if cancelled:

@@ -32,8 +32,8 @@ from freewheel.rollout.vllm.remote import RemoteLlm, Server, find_server
 from freewheel.sync.weights import AnyWeights
 
 from .fake_server import WEIGHTS, FakeServer
+from .helpers import WAIT_S, until
 
-WAIT_S = 20.0
 VOCABULARY = 100
 
 
@@ -80,15 +80,6 @@ async def versions(engine: VllmEngine, token: int) -> list[int]:
 
 async def update(engine: VllmEngine, version: int) -> None:
     await engine.update_weights(version, WEIGHTS, verify=False)
-
-
-async def until(holds: Any) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not holds():
-            await asyncio.sleep(0.001)
-
-
-# -- requests ---------------------------------------------------------------------------------------------------------
 
 
 async def test_a_request_gets_whole_samples_with_its_own_parameters(engine: VllmEngine, server: FakeServer) -> None:
@@ -146,9 +137,6 @@ async def test_a_caller_that_leaves_ends_its_streams(engine: VllmEngine, server:
     doomed.cancel()
     await asyncio.gather(doomed, return_exceptions=True)
     await until(lambda: (engine.stats().running, engine.stats().waiting) == (0, 0))
-
-
-# -- weights ----------------------------------------------------------------------------------------------------------
 
 
 async def test_the_calls_of_an_update_come_in_order(engine: VllmEngine, server: FakeServer) -> None:
@@ -249,9 +237,6 @@ async def test_a_caller_that_is_cancelled_leaves_a_whole_update(engine: VllmEngi
     assert await versions(engine, 1) == [1] * 3
 
 
-# -- the first weights ------------------------------------------------------------------------------------------------
-
-
 async def test_the_first_weights_are_loaded_before_the_first_token_unless_others_came(server: FakeServer) -> None:
     engine = engine_over(server, initial=lambda: WEIGHTS, version=5)
     assert await asyncio.gather(versions(engine, 1), versions(engine, 2)) == [[5] * 3] * 2
@@ -295,9 +280,6 @@ async def test_first_weights_that_are_read_while_others_arrive_are_not_loaded(se
     await engine.close()
 
 
-# -- the server -------------------------------------------------------------------------------------------------------
-
-
 async def test_a_server_that_goes_away_is_a_dead_engine(engine: VllmEngine, server: FakeServer) -> None:
     server.going.clear()
     doomed = asyncio.create_task(ask(engine, request_of(1)))
@@ -339,8 +321,6 @@ async def test_a_server_that_cannot_be_used_is_refused_with_the_remedy(
     with pytest.raises(ConfigError, match=message):
         await asyncio.to_thread(find_server, "http://127.0.0.1:9" if fails == "all" else url, max_model_len, dtype)
 
-
-# -- which weights made a token ---------------------------------------------------------------------------------------
 
 steps = st.lists(st.sampled_from(["update", "add", "end", "batch", "batch", "batch", "late end"]), max_size=60)
 

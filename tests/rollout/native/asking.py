@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -81,15 +81,10 @@ def assert_agrees(
     ids = torch.from_numpy(np.concatenate([request.prompt, response.tokens]).astype(np.int64))[None]
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits[0, len(request.prompt) - 1 : -1].float()
+    if not temperature:
+        assert response.tokens.tolist() == logits.argmax(-1).tolist()
     logprobs = torch.log_softmax(logits / (temperature or 1.0), dim=-1)
     # Near-uniform distributions would hide a mistake in attention.
     assert logprobs.exp().amax(-1).mean() > 5 / VOCABULARY
     expected = logprobs.gather(1, ids[0, len(request.prompt) :, None])[:, 0].numpy()
     np.testing.assert_allclose(response.logprobs, expected, atol=1e-5, rtol=0)
-
-
-async def until(condition: Callable[[], bool], patience_s: float = 10.0) -> None:
-    """The thread's progress has no future of its own to wait for."""
-    async with asyncio.timeout(patience_s):
-        while not condition():
-            await asyncio.sleep(0.001)

@@ -31,7 +31,8 @@ from freewheel.rollout.native.engine import NativeEngine
 from freewheel.rollout.native.runner import UnsupportedModel
 from freewheel.sync.weights import Weights, pack
 
-from .asking import ask, ask_all, assert_agrees, request_of, running, tiny, until
+from ..helpers import until
+from .asking import ask, ask_all, assert_agrees, request_of, running, tiny
 
 
 class Clock:
@@ -94,9 +95,6 @@ async def gated(model: PreTrainedModel, **settings: Any) -> AsyncIterator[Gate]:
 
 def weights_of(model: PreTrainedModel) -> Weights:
     return pack(model.state_dict())
-
-
-# -- weights ----------------------------------------------------------------------------------------------------------
 
 
 async def test_new_weights_take_effect_between_two_tokens_of_samples_in_flight() -> None:
@@ -174,9 +172,6 @@ async def test_weights_that_do_not_fit_are_refused_whole(change: str) -> None:
     assert_agrees(model, request_of(1), one)
 
 
-# -- callers that leave, and timeouts ----------------------------------------------------------------------------------
-
-
 async def test_a_caller_that_leaves_frees_its_slots_for_the_others() -> None:
     async with gated(tiny("qwen2"), slots=2) as gate:
         engine = gate.engine
@@ -209,9 +204,6 @@ async def test_a_step_that_hangs_fails_a_request_after_its_timeout_and_not_a_mor
             await asked[0]
         await gate.open_after()
         assert len(await asked[1]) == 1
-
-
-# -- failures ---------------------------------------------------------------------------------------------------------
 
 
 async def test_a_failing_forward_pass_fails_only_the_samples_in_flight() -> None:
@@ -276,9 +268,6 @@ async def test_statistics_count_a_prompt_once_and_every_token() -> None:
         stats = engine.stats()
     assert (stats.prompt_tokens, stats.generated_tokens) == (11, 40)
     assert stats.slots == 3 and stats.busy_s > 0
-
-
-# -- refusals ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -91,9 +91,3 @@ def test_draws_lie_in_the_unit_interval_and_differ_between_seeds_and_indices() -
     draws = uniform(seeds, torch.arange(1000).repeat(5))
     assert draws.min() >= 0 and draws.max() < 1
     assert len(draws.unique()) == len(draws)
-
-
-def test_a_token_of_probability_zero_is_never_drawn() -> None:
-    logits = torch.full((5000, VOCABULARY), -torch.inf)
-    logits[:, 4] = 0.0
-    assert sample_tokens(logits, rows(5000))[0].unique().tolist() == [4]
