@@ -588,66 +588,10 @@ def test_a_damaged_journal_is_set_aside_with_its_log_and_a_new_one_starts(killed
 
 # -- the first release ------------------------------------------------------------------------------------------------
 
-FIRST_RELEASE = """
-    PRAGMA page_size = 65536;
-    PRAGMA journal_mode = WAL;
-    CREATE TABLE meta (name TEXT PRIMARY KEY, crc INTEGER NOT NULL, body BLOB NOT NULL) WITHOUT ROWID;
-    CREATE TABLE steps (step INTEGER PRIMARY KEY, crc INTEGER NOT NULL, body BLOB NOT NULL);
-    CREATE TABLE history (step INTEGER PRIMARY KEY, crc INTEGER NOT NULL, body BLOB NOT NULL);
-    CREATE TABLE failures (sequence INTEGER PRIMARY KEY, ordinal INTEGER NOT NULL, crc INTEGER NOT NULL,
-        body BLOB NOT NULL);
-    CREATE INDEX failures_by_ordinal ON failures (ordinal);
-    CREATE TABLE abandoned (ordinal INTEGER PRIMARY KEY, crc INTEGER NOT NULL, body BLOB NOT NULL);
-    CREATE TABLE groups (sequence INTEGER PRIMARY KEY, ordinal INTEGER NOT NULL, attempt INTEGER NOT NULL,
-        min_version INTEGER NOT NULL, wall_s REAL NOT NULL, crc INTEGER NOT NULL, data BLOB NOT NULL);
-"""
-"""The schema and the rows below were copied from a journal that the first release wrote."""
-FIRST_RELEASE_ROWS: dict[str, list[tuple[object, ...]]] = {
-    "meta": [
-        (
-            "base",
-            1103335326,
-            b"\x83\xa4step\x01\xa7version\x01\xa8frontier\x84\xa3low\x02\xa5ended\x90\xa7trained\x02\xa9abandoned\x80",
-        ),
-        ("format", 3015158316, b"\x01"),
-        ("freewheel", 1754369771, b"\xa50.1.0"),
-        ("reserved", 354661253, b"\xcd\x04\x00"),
-    ],
-    "steps": [
-        (2, 3701900936, b"\x97\xc0\xcb\x00\x00\x00\x00\x00\x00\x00\x00\x00\x92\x02\x01\x81\x01\x01\x92\x02\x01\xc0"),
-    ],
-    "history": [
-        (1, 3319426348, b"\x97\x01\xcb?\xf0\x00\x00\x00\x00\x00\x00\x00\x92\x00\x01\x80\xc0\x00"),
-    ],
-    "failures": [
-        (
-            5,
-            5,
-            1993657453,
-            b"\x85\xa6ticket\x93\x05\x05\x01\xa4kind\xa5infra\xa6reason\xa6engine\xa6detail\xa8it broke\xa6wall_s\xcb@\x1c\x00\x00\x00\x00\x00\x00",  # noqa: E501
-        ),
-    ],
-    "abandoned": [
-        (
-            6,
-            1537678564,
-            b"\x84\xa7ordinal\x06\xa7attempt\x02\xa6reason\xa6prompt\xa6wall_s\xcb@ \x00\x00\x00\x00\x00\x00",
-        ),
-    ],
-    "groups": [
-        (2, 2, 0, 2, 0.25, 3157369033, group(2).data),
-        (3, 3, 1, 3, 0.375, 1077335823, group(3).data),
-        (4, 4, 0, 4, 0.5, 987251703, group(4).data),
-    ],
-}
-
 
 def test_a_journal_of_the_first_release_is_still_read_and_continued(path: Path):
     with contextlib.closing(sqlite3.connect(path)) as old, old:
-        old.executescript(FIRST_RELEASE)
-        for table, rows in FIRST_RELEASE_ROWS.items():
-            for row in rows:
-                old.execute(f"INSERT INTO {table} VALUES ({', '.join('?' * len(row))})", row)
+        old.executescript(Path(__file__).with_name("first_release.sql").read_text())
     with opened(path) as journal:
         assert journal.base() == CheckpointMark(1, 1, Frontier(low=2, trained=2))
         assert [step.tickets for step in journal.steps(after=0)] == [

@@ -265,17 +265,6 @@ async def test_groups_are_given_out_as_they_were_put_and_a_second_put_is_late() 
     assert [each.encode() for each in taken.groups.decode()] == [group(ticket).encode() for ticket in tickets]
 
 
-async def test_a_group_that_comes_after_it_was_given_up_is_dropped() -> None:
-    one = Scene(per_step=1)
-    [ticket] = await one.admit(1)
-    await one.queue.release_replica("a")
-    await one.put(ticket)
-    assert one.queue.policy.ready == 0
-    [again] = await one.fill(1)
-    await one.put(ticket)
-    assert again.ordinal == ticket.ordinal and await one.take(1) == [ticket.ordinal]
-
-
 @pytest.mark.parametrize("taken", [False, True])
 async def test_a_failure_reported_after_the_put_changes_nothing(taken: bool) -> None:
     one = Scene()
@@ -438,17 +427,6 @@ async def test_a_queue_is_settled_when_everything_that_may_start_has_ended() -> 
     assert not waiting.done()
     await one.put(tickets[1])
     assert await waiting is True
-
-
-async def test_a_version_has_its_number_of_steps_unless_the_run_ends() -> None:
-    one = Scene(per_step=1, steps_per_version=2)
-    versions = []
-    for step in range(1, 4):
-        await one.fill(1)
-        await one.take(step)
-        versions.append(await one.commit(step))
-    assert versions == [0, 1, 1]
-    assert await one.queue.complete_version(wait_s=NOW_S) == 2
 
 
 async def test_close_wakes_everybody_who_waits() -> None:

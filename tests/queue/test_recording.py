@@ -13,7 +13,7 @@ import pytest
 
 from freewheel.data.group import Ticket
 from freewheel.queue.client import Taken
-from freewheel.queue.journal import CheckpointMark, Journal, JournalDamaged, JournalFull, JournalWriter
+from freewheel.queue.journal import CheckpointMark, Journal, JournalDamaged, JournalFull
 from freewheel.queue.ledger import Frontier, data_failure, infra_failure
 from freewheel.queue.message_queue import SEQUENCES_RESERVED, MessageQueue
 from freewheel.queue.restore import restore
@@ -264,17 +264,6 @@ async def test_a_trainer_waits_for_a_slow_journal_and_is_told_if_recorded_groups
         await one.take(1)
 
 
-async def test_a_later_step_is_not_filled_before_an_earlier_one(build: Build) -> None:
-    one = build(threshold=3)
-    await one.put(6)
-    early = asyncio.ensure_future(one.queue.take(2, wait_s=LONG_S))
-    await one.disk()
-    assert not early.done()
-    assert await one.take(1) == [0, 1]
-    assert (await one.queue.take(3, wait_s=NOW_S)).state == "starved"
-    early.cancel()
-
-
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
@@ -455,31 +444,3 @@ async def test_the_successor_continues_the_counts(build: Build) -> None:
 
 
 # -- the journal's own writer -----------------------------------------------------------------------------------------
-
-
-async def test_a_run_survives_its_queue_three_times(tmp_path: Path) -> None:
-    trained: list[int] = []
-    held: dict[str, list[Ticket]] = {"a": []}
-
-    def work(journal: Journal) -> Any:
-        return restore(journal, total=20, checkpoint=None, in_flight=held)
-
-    for life in range(3):
-        writer = JournalWriter(journal=Journal(tmp_path / "journal.sqlite"))
-        restored = await writer.read(work)
-        queue = MessageQueue(bounds=BOUNDS, total_prompts=20, journal=writer, restored=restored)
-        await queue.confirm_published(2 * life)
-        for step in (2 * life + 1, 2 * life + 2):
-            tickets = (
-                held["a"]
-                + (await queue.admit("a", want=3 - len(held["a"]), load=0, wait_s=5.0, holding=EVERY_TICKET)).tickets
-            )
-            assert await queue.put(block(tickets[:2]), wait_s=5.0)
-            trained += ordinals(await queue.take(step, wait_s=5.0))
-            assert await queue.commit(step, wait_s=5.0) == step
-            await queue.confirm_published(step)
-            held["a"] = tickets[2:]
-        await queue.confirm_checkpoint(2 * life + 1)
-        assert ordinals(await queue.take(2 * life + 2, wait_s=5.0)) == trained[-2:]
-        await writer.close()
-    assert len(set(trained)) == len(trained) == 12

@@ -165,18 +165,6 @@ def test_a_run_does_not_start_more_groups_than_it_will_train_on() -> None:
     assert len(run.open) == 5
 
 
-def test_a_queue_is_settled_when_nothing_is_or_will_be_in_progress() -> None:
-    policy = StalenessPolicy(bounds())
-    settled = [policy.settled]
-    for _ in range(2):
-        policy.admit()
-        settled.append(policy.settled)
-    for sequence in (1, 0):
-        policy.finish(sequence)
-        settled.append(policy.settled)
-    assert settled == [False, False, False, False, True]
-
-
 # -- selection --------------------------------------------------------------------------------------------------------
 
 

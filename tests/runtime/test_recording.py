@@ -33,23 +33,6 @@ async def recorded(folder: Path, observe: dict[str, Any] | None = None, **sectio
         end_recording()
 
 
-async def test_every_group_is_traced_from_its_ticket_to_its_step(tmp_path: Path) -> None:
-    finished = await recorded(tmp_path)
-    begins = [event for event in read_trace(tmp_path) if event["ph"] == "b"]
-    ordinals = [ordinal for step in finished.ordinals for ordinal in step]
-    trained = {event["id"]: event["args"] for event in begins if event["name"] == "train"}
-    assert sorted(trained) == sorted(ordinals)
-    for step, (groups, version) in enumerate(zip(finished.trained, finished.versions, strict=True), start=1):
-        for group in groups:
-            told = {"step": step, "version": version + 1, "lag": version - group.min_version}
-            assert trained[group.ordinal] == told
-    for name, count in (("generate", 1), ("response", 4), ("score", 4), ("store", 1)):
-        of_trained = [event["id"] for event in begins if event["name"] == name and event["id"] in trained]
-        assert sorted(of_trained) == sorted(count * ordinals), name
-    spans = {event["name"] for event in read_trace(tmp_path) if event["ph"] == "X"}
-    assert {"train", "wait_batch", "pack", "generate", "load_weights", "sync", "load"} <= spans
-
-
 async def test_trace_every_selects_groups(tmp_path: Path) -> None:
     await recorded(tmp_path / "some", {"trace_every": 4})
     assert {event["id"] % 4 for event in read_trace(tmp_path / "some") if event["ph"] == "b"} == {0}
