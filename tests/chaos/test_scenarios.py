@@ -27,7 +27,7 @@ def test_a_run_with_a_killed_queue_a_kill_of_everything_and_a_truncated_journal_
         os.truncate(tail, tail.stat().st_size // 2)
         run.start()
 
-    short = {"trainer.total_steps": 12}
+    short = {"trainer.total_steps": 9, "observe.dashboard": "false"}
     slice_ = Scenario(
         name="slice", disturb=disturb, kills=2, comparable=False, prepare=None, prompts=None, settings=short
     )

@@ -75,6 +75,18 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A separate file system; skips where none may be mounted."""
+    mount = tmp_path / "small"
+    mount.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(mount)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("no file system can be mounted here")
+    yield mount
+    subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+@pytest.fixture
 def journal(path: Path) -> Iterator[Journal]:
     with opened(path) as one:
         yield one
@@ -478,27 +490,6 @@ def test_a_link_in_place_of_the_journal_is_refused_and_its_target_unchanged(path
     assert victim.read_text() == "keep"
 
 
-def test_a_log_cut_anywhere_leaves_a_prefix(path: Path):
-    """Nothing was copied into the file yet. A power cut takes the end of the log."""
-    rng = random.Random(1)
-    with opened(path) as journal:
-        for step in range(1, 11):
-            for event in trained(step, range(step * PER_STEP, (step + 1) * PER_STEP)):
-                journal.append([event])
-        whole = copied(path, path.with_name("whole"))
-    size = Path(f"{whole}-wal").stat().st_size
-    assert size < journal_module.CHECKPOINT_BYTES
-    for round_ in range(20):
-        cut = copied(whole, path.with_name(f"cut-{round_}"))
-        os.truncate(f"{cut}-wal", rng.randrange(size))
-        with opened(cut) as journal:
-            steps = list(journal.steps(after=0))
-            assert [step.step for step in steps] == list(range(1, len(steps) + 1))
-            assert all(step.version is not None for step in steps[:-1])
-            known = [*(ticket.sequence for step in steps for ticket in step.tickets), *sequences(journal)]
-            assert known == list(range(PER_STEP, PER_STEP + len(known)))
-
-
 @pytest.mark.parametrize("which", ["", "-wal"])
 @pytest.mark.parametrize("how", ["cut", "garbled", "zeros"])
 def test_a_damaged_file_is_reported_or_returns_what_was_written(killed: Path, path: Path, which: str, how: str):
@@ -516,6 +507,10 @@ def test_a_damaged_file_is_reported_or_returns_what_was_written(killed: Path, pa
                 file.write(bytes(length) if how == "zeros" else rng.randbytes(length))
         with contextlib.suppress(JournalDamaged), opened(path) as journal:
             assert_is_what_was_written(journal)
+            steps = list(journal.steps(after=0))
+            if which:  # a power cut takes the end of the log: what is left is a prefix
+                assert [step.step for step in steps] == list(range(1, len(steps) + 1))
+                assert all(step.version is not None for step in steps[:-1])
             read += 1
     assert read == 6 or which == "", "a log ends at its first bad entry, and everything before it is read"
 

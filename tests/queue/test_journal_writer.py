@@ -173,22 +173,6 @@ async def test_without_room_the_writer_pauses_logs_why_once_and_continues_in_ord
     assert "can be written again" in caplog.text
 
 
-async def test_everything_is_written_once_a_full_disk_has_room(small_disk: Path):
-    ballast = small_disk / "ballast"
-    ballast.write_bytes(bytes(18 * 2**20))
-    writer = JournalWriter(journal=Journal(small_disk / "journal.sqlite"))
-    writes = [writer.write(group(one, 80_000)) for one in range(120)]
-    while not writer.paused:
-        assert not writes[-1].done(), "the disk should be full"
-        await asyncio.sleep(0.001)
-    assert "journal.sqlite" in writer.paused and "MB free" in writer.paused
-    ballast.unlink()
-    await asyncio.gather(*writes)
-    assert writer.paused == ""
-    assert await writer.read(lambda journal: list(journal.stored())) == [group(one, 80_000) for one in range(120)]
-    await writer.close()
-
-
 # -- the end ----------------------------------------------------------------------------------------------------------
 
 
@@ -235,18 +219,3 @@ async def test_after_damage_nothing_more_is_written_and_every_caller_gets_the_er
         await writer.write(Reserved(2))
     assert journal.appended == [] and not durable, "a later event must not be there without an earlier one"
     assert "cannot be written any more" in caplog.text
-
-
-async def test_damage_under_a_live_writer_is_reported(tmp_path: Path):
-    path = tmp_path / "journal.sqlite"
-    writer = JournalWriter(journal=Journal(path))
-    await writer.write(*(group(one, 80_000) for one in range(600)))  # more than the log holds: pages are in the file
-    size = path.stat().st_size
-    with path.open("r+b") as file:
-        file.seek(65536)
-        file.write(b"\xa5" * (size - 65536))
-    with pytest.raises(JournalDamaged):
-        await writer.read(
-            lambda journal: [list(journal.steps(after=0)), list(journal.stored()), list(journal.failures())]
-        )
-    await writer.close()

@@ -82,11 +82,9 @@ class Checkpoint:
 
 
 class World:
-    def __init__(self, bounds: Bounds, prompts: int | None, folder: Path, *, reopens: bool) -> None:
-        """`reopens`: a killed queue's successor opens the file again."""
+    def __init__(self, bounds: Bounds, prompts: int | None, folder: Path) -> None:
         self.bounds = bounds
         self.prompts = prompts
-        self.reopens = reopens
         self.loop = asyncio.new_event_loop()
         self.journal = Journal(folder / "journal.sqlite")
         self.calls: dict[tuple[Any, ...], asyncio.Task[Any]] = {}
@@ -128,9 +126,6 @@ class World:
         self.zombies.clear()
         self.run_loop()
         self.answer(self.queue.close())
-        if self.reopens:
-            self.journal.close()
-            self.journal = Journal(self.journal.path)
 
     def kill_queue(self, lost: set[str]) -> None:
         """Kill it together with some of the replicas."""
@@ -418,7 +413,6 @@ class World:
         assert restored.step == self.trainer.step
 
     def close(self) -> None:
-        self.reopens = False
         self.stop_queue()
         self.run_loop()
         self.loop.close()
@@ -447,13 +441,11 @@ def some_bounds(draw: st.DrawFn) -> Bounds:
 
 
 class Kills(RuleBasedStateMachine):
-    reopens = False
-
     @initialize(bounds=some_bounds(), prompts=st.integers(1, 25))
     def start(self, bounds: Bounds, prompts: int) -> None:
         self.page_bytes, journal_module.PAGE_BYTES = journal_module.PAGE_BYTES, PAGE_BYTES
         self.folder = Path(tempfile.mkdtemp(prefix="freewheel-", dir=PLACE))
-        self.world = World(bounds, prompts, self.folder, reopens=self.reopens)
+        self.world = World(bounds, prompts, self.folder)
 
     def checkpoint(self, choice: int) -> Checkpoint:
         kept = sorted(self.world.checkpoints)
@@ -579,10 +571,6 @@ class Kills(RuleBasedStateMachine):
                 shutil.rmtree(self.folder)
 
 
-class KillsWithReopening(Kills):
-    reopens = True
-
-
 class PowerCuts(Kills):
     """The journal may also lose the end of its log or a group, and engines may come back with old weights."""
 
@@ -616,7 +604,5 @@ def _settings(examples: int) -> settings:
 
 TestNothingIsLostWhateverIsKilled = Kills.TestCase
 TestNothingIsLostWhateverIsKilled.settings = _settings(100)
-TestNothingIsLostWhenTheFileIsReopened = KillsWithReopening.TestCase
-TestNothingIsLostWhenTheFileIsReopened.settings = _settings(20)
 TestNothingIsLostWhenThePowerFails = PowerCuts.TestCase
 TestNothingIsLostWhenThePowerFails.settings = _settings(100)

@@ -6,9 +6,8 @@ import asyncio
 import contextlib
 import dataclasses
 import sqlite3
-import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -37,35 +36,21 @@ from freewheel.queue.journal import (
 from freewheel.queue.ledger import Frontier
 from freewheel.rollout.engines import count_parameters, load_causal_lm, load_model_config
 from freewheel.rollout.evaluation import EvalResult
-from freewheel.rollout.rollouter import Rollouter
 from freewheel.runtime.building import (
     OpenedQueue,
     RolloutSide,
     TrainSide,
     evaluation_metrics,
-    find_class,
-    find_monitor,
     load_tokenizer,
     model_folder,
     open_queue,
     pad_token_id,
     stop_token_ids,
 )
-from freewheel.runtime.config import ROLLOUTER_CLASSES, TRAINER_CLASSES, TrainConfig
-from freewheel.runtime.preflight import preflight, refused
+from freewheel.runtime.config import TrainConfig
 from freewheel.sync.weights import pack
-from freewheel.trainer.trainer import FullyAsyncTrainer
 
 from .pipeline import plan_of, small_config
-
-KEY = "trainer.trainer_class"
-
-
-@pytest.fixture(autouse=True)
-def user_modules() -> Iterator[None]:
-    sys.path.append(str(Path(__file__).parent))
-    yield
-    sys.path.remove(str(Path(__file__).parent))
 
 
 def test_parameters_are_counted_without_weights(tmp_path: Path) -> None:
@@ -75,40 +60,6 @@ def test_parameters_are_counted_without_weights(tmp_path: Path) -> None:
     assert count_parameters(str(tmp_path), shape, trust_remote_code=False) == sum(
         one.numel() for one in model.parameters()
     )
-
-
-def test_a_setting_names_a_class_and_the_default_is_one_of_the_registered_ones() -> None:
-    assert find_class(KEY, "user_code:TellingTrainer", TRAINER_CLASSES).__name__ == "TellingTrainer"
-    assert find_class(KEY, None, TRAINER_CLASSES) is find_class(KEY, "default", TRAINER_CLASSES) is FullyAsyncTrainer
-    marking = find_class("rollout.rollouter_class", "user_code:MarkingRollouter", ROLLOUTER_CLASSES)
-    assert marking is not Rollouter and issubclass(marking, Rollouter)
-    assert find_monitor(small_config()) is None and callable(
-        find_monitor(small_config(observe={"custom_monitor": "user_code:monitor"}))
-    )
-
-
-@pytest.mark.parametrize(
-    ("key", "spec", "remedy"),
-    [
-        ("trainer.trainer_class", "user_code:MarkingRollouter", "subclass of FullyAsyncTrainer"),
-        ("trainer.trainer_class", "user_code:monitor", "subclass of FullyAsyncTrainer"),
-        ("trainer.trainer_class", "defualt", "choose default, or give module:name"),
-        ("rollout.rollouter_class", "user_code:Missing", "has no Missing; it has "),
-        ("reward.function", "user_code:Missing", "has no Missing; it has "),
-        ("reward.function", "module:", "give module:name"),
-        ("algorithm.loss", "no_such_module:loss", "there is no module no_such_module"),
-        ("algorithm.advantage", "no_such_module:estimate", "there is no module no_such_module"),
-        ("observe.custom_monitor", "user_code:MONITORED", "name a function"),
-        ("observe.custom_monitor", "json:loads", "which it does not accept"),
-    ],
-)
-def test_an_object_that_cannot_be_used_is_refused_by_its_key_before_a_start(key: str, spec: str, remedy: str) -> None:
-    section, _, name = key.partition(".")
-    config = small_config(**{section: {name: spec}})
-    with pytest.raises(ConfigError, match=remedy) as caught:
-        preflight(config)
-    assert caught.value.key == key and spec in str(caught.value)
-    assert [error.key for error in refused(config)] == [key]
 
 
 def test_a_models_folder_and_tokens_come_from_the_configuration() -> None:

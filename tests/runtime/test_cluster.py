@@ -31,10 +31,11 @@ sys.stdin.read()
 cluster.shutdown()
 """
 SMALL = [
-    "trainer.total_steps=3",
+    "trainer.total_steps=1",
     "trainer.groups_per_step=4",
     "rollout.n=4",
     "eval.prompts=0",
+    "observe.dashboard=false",
     "trainer.device=cpu",
     "rollout.device=cpu",
 ]

@@ -171,20 +171,6 @@ async def test_a_run_trains_with_an_engine_of_the_users_own(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("engine", "says"),
-    [
-        ("sglang", "choose native, vllm, or give module:name of your own"),
-        ("no_such_module:Engine", "there is no module no_such_module"),
-        (f"{__name__}:CountingEngine", "it must be a subclass of freewheel.rollout.engines.EngineFactory"),
-    ],
-)
-def test_an_engine_that_does_not_exist_is_refused_by_its_name(engine: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=says) as refused:
-        preflight.preflight(to_config({"rollout": {"engine": engine}}))  # reading it imports no code of the user
-    assert refused.value.key == "rollout.engine" and engine in str(refused.value)
-
-
-@pytest.mark.parametrize(
     ("key", "value"),
     [
         ("tensor_parallel_size", 2),

@@ -71,9 +71,7 @@ async def test_fully_async_with_a_modes_settings_is_that_mode(reference: Finishe
 @pytest.mark.parametrize(
     ("sections", "replicas", "reward"),
     [
-        pytest.param({}, 1, slowly, id="slow rewards in threads"),
         pytest.param({"rollout": {"slots": 3}}, 1, slowly_async, id="fewer slots than a group, slow async rewards"),
-        pytest.param({"rollout": {"slots": 64}}, 2, None, id="two replicas with more slots than work"),
         pytest.param({"rollout": {"slots": 5}}, 2, slowly, id="two small replicas, slow rewards"),
     ],
 )

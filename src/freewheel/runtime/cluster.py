@@ -161,7 +161,8 @@ def check_cluster(address: str | None, environ: Mapping[str, str] = os.environ) 
     if not host or not port.isdecimal():
         raise ConfigError(ADDRESS_KEY, shown, "give 'auto' or host:port, such as 10.0.0.5:6379")
     try:
-        within(_RESOLVE_S + _CONNECT_S, lambda: _connect_once(host.strip("[]"), int(port)))
+        place = (host.strip("[]"), int(port))
+        within(_RESOLVE_S + _CONNECT_S, lambda: socket.create_connection(place, timeout=_CONNECT_S).close())
     except OSError as error:
         why = error.strerror or str(error) or type(error).__name__
         remedy = f"nobody takes a connection there ({why}): start a cluster with {START_COMMAND}, correct the address, "
@@ -173,10 +174,6 @@ def find_head(address: str, environ: Mapping[str, str] = os.environ) -> str | No
     if address == "auto":
         address = environ.get(_ADDRESS_VARIABLE, "")
     return address.removeprefix("ray://").partition("/")[0] or None
-
-
-def _connect_once(host: str, port: int) -> None:
-    socket.create_connection((host, port), timeout=_CONNECT_S).close()
 
 
 def _has_head() -> bool:

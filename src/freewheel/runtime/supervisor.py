@@ -249,17 +249,13 @@ def newest_checkpoint(run_dir: Path, config: TrainConfig) -> Resumed | None:
 
 async def _run(handle: Any, *, inform: Coroutine[Any, Any, None] | None = None) -> Any:
     """Run the component's loop. `inform` tells others about it; a death during that is raised at once."""
-    loop = asyncio.ensure_future(_await_run(handle))
+    loop = asyncio.ensure_future(call(handle, "run", deadline_s=None))
     try:
         if inform is not None:
             await unless_failed(inform, loop)
         return await loop
     finally:
         loop.cancel()
-
-
-async def _await_run(handle: Any) -> Any:
-    return await handle.run.remote()
 
 
 async def _if_alive(answer: Awaitable[Any]) -> Any:
