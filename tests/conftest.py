@@ -1,4 +1,4 @@
-"""What every test starts from: no keys, no proxies, no cache of whoever runs it, and Ctrl-C as a terminal has it."""
+"""Every test starts without keys, proxies and the user's cache, and with a Ctrl-C handler as in a terminal."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ FOREIGN = (
     "https_proxy",
     "all_proxy",
 )
-"""Variables of the outside world that would change what a judge does."""
+"""Environment variables that would change what a judge does."""
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background job of a script, and in what that starts
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a background job of a script
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

@@ -1,4 +1,4 @@
-"""The pages taken apart, for the tests of the docs: links, anchors, code blocks, and the commands in them.
+"""The parts of the docs pages for tests: links, anchors, code blocks, and the commands in them.
 
 page ─▶ blocks (```language) ─▶ shell lines ─▶ Command: its words, and the folder that it runs in
   └──▶ prose, without the blocks ─▶ links, inline code
@@ -30,7 +30,7 @@ OPERATORS = ("&&", "||", ";", "|", "&")
 BUILD_S = 250.0
 """Longer than the site takes on a busy machine."""
 ELLIPSIS = "…"
-"""On a page it stands for what is left out, or for a part of a value that is the reader's."""
+"""On a page it marks an omission, or a part of a value that the reader replaces."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def anchors(page: Path) -> list[str]:
 
 
 def build_site(folder: Path) -> str:
-    """The site, as `make docs` builds it; gives what was said."""
+    """Build the site as `make docs` does, and return the output."""
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(ROOT / "mkdocs.yml"), "-d", str(folder)],
         capture_output=True,

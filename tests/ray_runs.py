@@ -1,4 +1,4 @@
-"""What tests of whole runs under Ray share: a local Ray, waiting for an event, and the processes of a run."""
+"""Shared by tests of whole runs under Ray: a local Ray, waiting for an event, and the processes of a run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The Python API: every block of docs/api.md runs, and what `train` is given becomes the run that it says."""
+"""The Python API: every block of docs/api.md runs, and the arguments of `train` become the settings of the run."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import os
@@ -51,7 +52,7 @@ def importable_reward(response: str, row: dict[str, Any]) -> float:
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(placement, "_ask_smi", lambda: "")  # whatever GPUs the machine of these tests has
+    monkeypatch.setattr(placement, "_ask_smi", lambda: "")  # ignore this machine's GPUs
     return tmp_path
 
 
@@ -62,7 +63,7 @@ def cluster() -> Iterator[None]:
 
 
 class Drive:
-    """Stands in for the coordinator: keeps what each run was asked for, and ends it as told."""
+    """Replaces the coordinator: records each request and returns the outcome that the test chose."""
 
     def __init__(self) -> None:
         self.requests: list[RunRequest] = []
@@ -70,12 +71,12 @@ class Drive:
         self.outcome: Any = "finished"
         self.error: BaseException | None = None
         self.refusal: BaseException | None = None
-        self.goes_on = threading.Event()
-        self.goes_on.set()
+        self.may_end = threading.Event()
+        self.may_end.set()
 
     def make(self, request: RunRequest, shown: Any) -> Any:
         make_plan(request.config).check()
-        return SimpleNamespace(run=lambda: self.run(request), request_stop=self.goes_on.set)
+        return SimpleNamespace(run=lambda: self.run(request), request_stop=self.may_end.set)
 
     def run(self, request: RunRequest) -> RunResult:
         self.requests.append(request)
@@ -85,7 +86,7 @@ class Drive:
         for key in (request.config.reward.function, request.config.trainer.trainer_class):
             if key is not None:
                 self.found[key] = find_object("key", key)
-        assert self.goes_on.wait(WAIT_S)
+        assert self.may_end.wait(WAIT_S)
         folder = Path(request.config.run_dir or "")
         return RunResult(outcome=self.outcome, run_dir=folder, steps=0, error=self.error)
 
@@ -102,11 +103,6 @@ def drive(monkeypatch: pytest.MonkeyPatch) -> Drive:
 
 
 # -- the package ------------------------------------------------------------------------------------------------------
-
-
-def test_importing_freewheel_imports_nothing_heavy():
-    code = "import sys, freewheel; dir(freewheel); print([m for m in ('torch', 'ray', 'numpy') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
 
 def test_every_public_name_exists_and_has_its_place_on_the_reference_page():
@@ -308,7 +304,7 @@ def test_a_refusal_in_the_background_is_raised_by_wait_and_takes_its_files_along
 
 
 def test_one_run_at_a_time_and_stop_ends_it(drive: Drive):
-    drive.goes_on.clear()
+    drive.may_end.clear()
     drive.outcome = "stopped"
     run = fw.train(run_dir="run", background=True)
     assert run.status == "running" and run.wait(0.01) is run
@@ -361,28 +357,22 @@ def test_metrics_have_one_row_per_step_with_its_evaluation(elsewhere: Path, monk
 # -- examples ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_quickstart_script_learns(cluster: None, capsys: pytest.CaptureFixture[str]):
-    runpy.run_path(str(ROOT / "examples/quickstart.py"), run_name="__main__")
-    found = re.search(r"finished at step 20: mean score ([\d.]+) with .*final", capsys.readouterr().out)
-    assert found and float(found[1]) > 0.5
+async def test_the_quickstart_notebook_learns_and_its_saved_outputs_belong_to_its_cells(cluster: None):
+    """Its cells run inside an event loop, as in Jupyter."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    cells = json.loads((ROOT / "examples/quickstart.ipynb").read_text())["cells"]
+    for cell in (cell for cell in cells if cell["cell_type"] == "code"):
+        *body, last = ast.parse("".join(cell["source"])).body
+        exec(compile(ast.Module([*body, last], []), "quickstart.ipynb", "exec"), names)
+        shows = isinstance(last, ast.Expr | ast.For) or "fw.train" in "".join(cell["source"])
+        assert shows == bool(cell["outputs"]), cell["source"]
+    right = [row["eval/right"] for row in names["run"].metrics if "eval/right" in row]
+    assert right[-1] > right[0] and (names["run"].run_dir / "final/model.safetensors").exists()
 
 
-RUN_NOTEBOOK = """
-import sys, nbformat, nbclient
-book = nbformat.read(sys.argv[1], as_version=4)
-nbclient.NotebookClient(book, timeout=200, kernel_name="python3").execute(cwd=".")
-nbformat.write(book, "executed.ipynb")
-"""
-
-
-@pytest.mark.timeout(300)
-def test_the_quickstart_notebook_runs_and_its_saved_outputs_are_of_the_same_cells(tmp_path: Path):
-    book = ROOT / "examples/quickstart.ipynb"
-    done = subprocess.run(
-        [sys.executable, "-c", RUN_NOTEBOOK, str(book)], cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_S
-    )
-    assert done.returncode == 0, done.stderr
-    saved, executed = (json.loads(path.read_text())["cells"] for path in (book, tmp_path / "executed.ipynb"))
-    outputs = [[bool(cell.get("outputs")) for cell in cells] for cells in (saved, executed)]
-    assert outputs[0] == outputs[1]
-    assert (tmp_path / "quickstart-run/final/model.safetensors").exists()
+def test_the_quickstart_script_asks_what_the_notebook_asks(drive: Drive, monkeypatch: pytest.MonkeyPatch):
+    scores = SimpleNamespace(mean=0.5)
+    monkeypatch.setattr(fw.Run, "evaluate", lambda run, rows: scores)
+    monkeypatch.setattr(fw.Run, "model_path", Path("final"))
+    names = runpy.run_path(str(ROOT / "examples/quickstart.py"), run_name="__main__")
+    assert names["score"]("2+2=4#6", {"answer": 6}) == 1 and drive.config.trainer.total_steps == 20

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import yaml
 from freewheel.data.group import NO_VERSION
 from freewheel.observe.recorder import read_metrics
 
+from .programs import run_program
 from .runtime.pipeline import run_pipeline, small_config
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -24,10 +24,7 @@ FREEWHEEL = Path(sys.executable).parent / "freewheel"
 
 
 def test_the_plain_torch_loop_learns_from_rule_and_judge():
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "torch_loop.py"), "--steps", "20"], capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_program(sys.executable, EXAMPLES / "torch_loop.py", "--steps", "20")
     right = [int(share) for share in re.findall(r"(\d+)% right", done.stdout)]
     assert len(right) == 20
     assert right[0] < 30 < 60 < right[-1]
@@ -37,14 +34,8 @@ def test_the_plain_torch_loop_learns_from_rule_and_judge():
 
 
 def test_a_custom_task_and_reward_are_learned(tmp_path: Path):
-    done = subprocess.run(
-        [FREEWHEEL, "train", "--plain", "--config-path", ".", "--config-name", "own_reward", f"run_dir={tmp_path}/run"],
-        cwd=TRAIN,
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = [FREEWHEEL, "train", "--plain", "--config-path", ".", "--config-name", "own_reward"]
+    run_program(*command, f"run_dir={tmp_path}/run", cwd=TRAIN)
     held_out = [row["eval/reward"] for row in read_metrics(tmp_path / "run", "eval")]
     assert len(held_out) == 3  # at the start, half-way and at the end
     assert held_out[0] < 0.4 < 0.8 < held_out[-1]  # of at most 1.2
@@ -55,21 +46,15 @@ def test_a_custom_task_and_reward_are_learned(tmp_path: Path):
     assert len(trained) == 20 and sum(trained[:5]) < sum(trained[-5:])
 
 
-def test_a_custom_loss_and_estimator_train_and_resume(tmp_path: Path):
-    run_dir = tmp_path / "run"
-    functions = ["algorithm.loss=custom_loss:cispo", "algorithm.advantage=custom_loss:above_median"]
-    small = ["trainer.total_steps=2", "trainer.groups_per_step=4", "trainer.micro_batch_tokens=200", "eval.prompts=4"]
-    train = [FREEWHEEL, "train", "--plain"]
-    for command, steps in (
-        ([*train, *functions, *small, f"run_dir={run_dir}"], 2),
-        ([*train, f"resume={run_dir}", "trainer.total_steps=3"], 3),
-    ):
-        done = subprocess.run(command, cwd=TRAIN, capture_output=True, text=True, timeout=110)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "advantages from custom_loss:above_median; the loss is custom_loss:cispo" in done.stdout + done.stderr
-        rows = read_metrics(run_dir, "step")
-        assert [row["global_steps"] for row in rows] == list(range(1, steps + 1))
-    assert all(0 <= row["cispo/truncated_ratio"] <= 1 and row["actor/grad_norm"] > 0 for row in rows)
+async def test_a_custom_loss_and_estimator_train(importable: None, tmp_path: Path):
+    functions = {"loss": "custom_loss:cispo", "advantage": "custom_loss:above_median"}
+    config = small_config(algorithm=functions, trainer={"total_steps": 2, "micro_batch_tokens": 200})
+    found = await run_pipeline(config, run_dir=tmp_path)
+    assert found.ending == "finished" and len(found.metrics) == 2
+    assert all(0 <= row["cispo/truncated_ratio"] <= 1 and row["actor/grad_norm"] > 0 for row in found.metrics)
+    dry = [FREEWHEEL, "train", "--dry-run", *(f"algorithm.{key}={name}" for key, name in functions.items())]
+    said = " ".join(run_program(*dry, cwd=TRAIN).stdout.split())
+    assert "advantages from custom_loss:above_median; the loss is custom_loss:cispo" in said
 
 
 @pytest.mark.parametrize(
@@ -81,10 +66,9 @@ def test_a_custom_loss_and_estimator_train_and_resume(tmp_path: Path):
     ],
 )
 def test_a_dry_run_refuses_a_custom_function_that_does_not_exist(override: str, problem: str):
-    command = [FREEWHEEL, "train", "--dry-run", override]
-    done = subprocess.run(command, cwd=TRAIN, capture_output=True, text=True, timeout=60)
+    done = run_program(FREEWHEEL, "train", "--dry-run", override, cwd=TRAIN, code=2)
     key, _, value = override.partition("=")
-    assert done.returncode == 2 and f"{key} = {value!r}: " in done.stderr and problem in done.stderr
+    assert f"{key} = {value!r}: " in done.stderr and problem in done.stderr
 
 
 @pytest.fixture

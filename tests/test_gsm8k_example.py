@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,8 @@ from freewheel.judge.verdict import Scored
 from freewheel.observe.recorder import Recorder
 from freewheel.rollout.reward_functions import Call, load_reward
 from freewheel.runtime.config_files import compose
+
+from .programs import Done, run_program
 
 FOLDER = Path(__file__).parent.parent / "examples/gsm8k"
 SVG = "{http://www.w3.org/2000/svg}"
@@ -27,16 +28,12 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- configurations ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["config", "quick"])
-def test_the_configurations_are_valid_and_evaluate_on_held_out_data(name: str):
-    config = compose(config_path=FOLDER, config_name=name)
+def test_the_configurations_evaluate_on_held_out_data_and_differ_only_in_length():
+    config = compose(config_path=FOLDER, config_name="config")
     assert config.rollout.engine == "vllm" and config.mode == "fully_async"
     assert config.data.train != config.data.eval is not None
     assert config.reward.function == "reward:score"
-
-
-def test_the_quick_configuration_differs_only_in_length():
-    whole, quick = (compose(config_path=FOLDER, config_name=name).to_dict() for name in ("config", "quick"))
+    whole, quick = config.to_dict(), compose(config_path=FOLDER, config_name="quick").to_dict()
     differing = {section for section, values in whole.items() if values != quick[section]}
     assert differing == {"trainer", "eval"}
     assert quick["trainer"] | {"total_steps": 0} == whole["trainer"] | {"total_steps": 0}
@@ -137,15 +134,12 @@ def recorded(run: Path, *, evaluations: int = 5, parts: bool = True) -> Path:
     return run
 
 
-def plotted(run: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(FOLDER / "plot.py"), str(run), *more], capture_output=True, text=True, timeout=60
-    )
+def plotted(run: Path, *more: object, code: int = 0) -> Done:
+    return run_program(sys.executable, FOLDER / "plot.py", run, *more, code=code)
 
 
 def test_the_picture_has_a_panel_each_for_correctness_format_and_reward(tmp_path: Path):
-    done = plotted(recorded(tmp_path / "run"), str(tmp_path / "images/a.svg"))
-    assert done.returncode == 0, done.stderr
+    plotted(recorded(tmp_path / "run"), tmp_path / "images/a.svg")
     picture = ElementTree.parse(tmp_path / "images/a.svg").getroot()
     panels = picture.findall(f"{SVG}g")
     titles = [panel.find(f"{SVG}text").text for panel in panels]  # type: ignore[union-attr]
@@ -172,21 +166,15 @@ def test_every_point_is_inside_its_panel(tmp_path: Path):
 
 
 def test_the_summary_gives_standard_errors_and_minutes_since_the_start(tmp_path: Path):
-    done = plotted(recorded(tmp_path / "run"))
-    correct, form, steps = done.stdout.splitlines()
+    correct, form, steps = plotted(recorded(tmp_path / "run")).stdout.splitlines()
     assert "0.3% ± 0.5 →" in correct and "5.3% ± 0.5" in correct and "+7.1 standard errors" in correct
     assert form.startswith("format") and "+24.7 standard errors" in form
     assert steps.startswith("40 steps; the last row is from minute 3.6")
 
 
-def test_a_run_without_parts_or_with_one_evaluation_is_drawn(tmp_path: Path):
+def test_a_run_without_parts_or_with_one_evaluation_is_drawn_and_one_without_is_refused(tmp_path: Path):
     for name, options in (("plain", {"parts": False}), ("short", {"evaluations": 1})):
-        done = plotted(recorded(tmp_path / name, **options), str(tmp_path / f"{name}.svg"))
-        assert done.returncode == 0, done.stderr
+        done = plotted(recorded(tmp_path / name, **options), tmp_path / f"{name}.svg")
         assert "standard errors" not in done.stdout
         ElementTree.parse(tmp_path / f"{name}.svg")
-
-
-def test_a_folder_without_an_evaluation_is_refused(tmp_path: Path):
-    done = plotted(tmp_path)
-    assert done.returncode == 1 and "it has no evaluation yet" in done.stderr
+    assert "it has no evaluation yet" in plotted(tmp_path, code=1).stderr

@@ -1,8 +1,7 @@
-"""The commands of README.md and docs/index.md run as printed: make, pip, a whole training run, and the judge."""
+"""The commands of README.md and docs/index.md run as printed: a whole training run, and the judge."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import re
@@ -10,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,11 +19,10 @@ import pytest
 from freewheel.observe.recorder import read_metrics
 
 from .documents import DOCS, ROOT, as_typed, blocks, commands
+from .programs import WAIT_S, Done, run_program
 
 README, START = ROOT / "README.md", DOCS / "index.md"
 FREEWHEEL = Path(sys.executable).parent / "freewheel"
-WAIT_S = 250.0
-"""Longer than anything here takes on a busy machine."""
 PORT = "8099"
 """The test judge's port on the pages; a free one replaces it here."""
 
@@ -39,48 +36,11 @@ def find_command(page: Path, part: str) -> list[str]:
     return list(words)
 
 
-# -- make --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("target", "recipe"),
-    [
-        ("demo", "bin/freewheel train"),
-        ("test", "bin/python -m pytest"),
-        ("test-pages", "-m pages"),
-        ("demo-judge", "bin/python examples/judge_demo.py"),
-        ("test-integrations", "bin/python -m pytest tests/integrations -m verl"),
-        ("chaos", "bin/python scripts/chaos.py"),
-        ("docs", "bin/mkdocs build"),
-    ],
-)
-def test_a_make_target_runs_its_command(target: str, recipe: str):
-    done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)
-    assert done.returncode == 0, done.stderr
-    assert recipe in done.stdout
-
-
-def test_pip_installs_the_light_half_without_torch_and_ray():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    installed = importlib.metadata.metadata("freewheel")
-    assert set(installed.get_all("Provides-Extra") or []) >= {"train", "math"}
-    plain = [one for one in importlib.metadata.requires("freewheel") or [] if "extra ==" not in one]
-    named = {re.split(r"[^\w.-]", one)[0] for one in plain}
-    assert named == {re.split(r"[^\w.-]", one)[0] for one in project["dependencies"]}
-    assert not named & {"torch", "ray", "transformers"}
-    scripts = {one.name: one.value for one in importlib.metadata.entry_points(group="console_scripts")}
-    assert scripts["freewheel"] == project["scripts"]["freewheel"]
-
-
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
-def freewheel(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [FREEWHEEL, *arguments], cwd=folder, capture_output=True, text=True, timeout=WAIT_S, stdin=subprocess.DEVNULL
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done
+def freewheel(folder: Path, *arguments: str) -> Done:
+    return run_program(FREEWHEEL, *arguments, cwd=folder)
 
 
 @contextmanager
@@ -150,24 +110,9 @@ def test_a_judge_scores_as_the_pages_say(page: Path, tmp_path: Path):
         assert f"127.0.0.1:{port}" in listens
         environment = {**os.environ, "PATH": f"{FREEWHEEL.parent}:{os.environ['PATH']}"}
         for code in judging:
-            printed = subprocess.run(
-                [sys.executable, "-c", code.replace(PORT, str(port))],
-                cwd=tmp_path,
-                capture_output=True,
-                text=True,
-                timeout=WAIT_S,
-            )
-            assert printed.returncode == 0, printed.stderr
+            printed = run_program(sys.executable, "-c", code.replace(PORT, str(port)), cwd=tmp_path)
             assert 1 <= float(printed.stdout) <= 10
-        done = subprocess.run(
-            ["bash", "-euc", scoring.replace(PORT, str(port))],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=WAIT_S,
-        )
-    assert done.returncode == 0, done.stderr
+        run_program("bash", "-euc", scoring.replace(PORT, str(port)), cwd=tmp_path, env=environment)
     (row,) = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
     assert row["verdict"]["status"] == "scored" and 1 <= row["verdict"]["score"] <= 10
     assert bool(judging) == (page is README)
@@ -184,8 +129,7 @@ judge_demo.main()
 
 def test_the_judge_demo_compares_six_ways():
     code = SIX_WAYS.format(folder=str(ROOT / "examples"))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S)
-    assert done.returncode == 0, done.stderr
+    done = run_program(sys.executable, "-c", code)
     assert len(re.findall(r"\d+x\b|\d+\.\d+x", done.stdout)) >= 4, done.stdout
 
 
@@ -197,8 +141,4 @@ BENCHMARKS = sorted(set(re.findall(r"benchmarks/\w+\.py", README.read_text() + (
 @pytest.mark.parametrize("script", BENCHMARKS)
 def test_a_benchmark_starts(script: str):
     """Its imports and flags work. Benchmarks are run by hand."""
-    done = subprocess.run(
-        [sys.executable, str(ROOT / script), "--help"], capture_output=True, text=True, timeout=WAIT_S
-    )
-    assert done.returncode == 0, done.stderr
-    assert "--json" in done.stdout
+    assert "--json" in run_program(sys.executable, ROOT / script, "--help").stdout

@@ -6,15 +6,11 @@ from __future__ import annotations
 import ast
 import json
 import os
-import re
 import shutil
 import stat
-import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +30,13 @@ from freewheel.runtime.start import new_run, write_config
 from freewheel.trainer.checkpoint import CheckpointDamaged, CheckpointStore, RunLock
 from freewheel.utils.files import open_private, private_folder
 
+from .judge.conftest import Scripted, completion
+from .programs import run_program
+
 SOURCE = Path(__file__).parent.parent / "src" / "freewheel"
 KEY = "sk-DISTINCTIVE-0123456789abcdefghijklmnopqrstuvwxyz"
 PIECES = [KEY[at : at + 12].encode() for at in range(len(KEY) - 12)]
 """Half a key is a leak too."""
-RUN_S = 200.0
-"""Longest time for a small run on a machine that is busy."""
 
 # -- no pickle --------------------------------------------------------------------------------------------------------
 
@@ -105,16 +102,6 @@ def test_no_code_unpickles_or_runs_data_from_a_file_or_a_socket():
     assert ALLOWED.keys() - found == set(), "listed, but no longer in the code"
 
 
-def test_the_search_finds_unpickling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sys.modules[__name__], "SOURCE", tmp_path)
-    (tmp_path / "bad.py").write_text(
-        "import torch, pickle\nfrom pickle import loads as read\n"
-        "def f(pipe):\n torch.load('x', weights_only=False)\n read(b'')\n pickle.Unpickler(x).load()\n pipe.recv()\n"
-    )
-    calls = sorted(call for _, function, call in suspicious(tmp_path / "bad.py") if function == "f")
-    assert calls == [".recv()", "pickle.Unpickler", "pickle.loads", "torch.load", "weights_only=False"]
-
-
 # -- private ----------------------------------------------------------------------------------------------------------
 
 
@@ -129,18 +116,12 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_folders_and_files_are_private_under_any_umask(tmp_path: Path, umask: None):
+def test_new_folders_and_files_are_private_and_an_existing_folder_keeps_its_mode(tmp_path: Path, umask: None):
     folder = private_folder(tmp_path / "run")
     os.close(open_private(folder / "file", os.O_WRONLY))
     assert (mode(folder), mode(folder / "file")) == (0o700, 0o600)
-
-
-def test_an_existing_folder_keeps_its_mode(tmp_path: Path):
-    (tmp_path / "run").mkdir(mode=0o755)
-    assert mode(private_folder(tmp_path / "run")) == 0o755
-    (tmp_path / "file").touch()
-    with pytest.raises(FileExistsError):
-        private_folder(tmp_path / "file")
+    folder.chmod(0o755)
+    assert mode(private_folder(folder)) == 0o755
 
 
 @pytest.mark.parametrize("umask", [0o000], indirect=True, ids=oct)
@@ -263,8 +244,7 @@ sys.stdout.write(json.dumps([name for name in opened if "HOSTILE" in name]))
 
 
 def test_a_row_of_data_cannot_name_a_path(tmp_path: Path):
-    done = subprocess.run([sys.executable, "-c", HOSTILE], capture_output=True, text=True, cwd=tmp_path, timeout=RUN_S)
-    assert done.returncode == 0 and json.loads(done.stdout) == [], done.stderr
+    assert json.loads(run_program(sys.executable, "-c", HOSTILE, cwd=tmp_path).stdout) == []
 
 
 # -- keys and Ray -----------------------------------------------------------------------------------------------------
@@ -331,49 +311,19 @@ def leaks(data: bytes) -> bool:
     return any(piece in data for piece in PIECES)
 
 
-class Echoing:
-    """A judge that echoes the caller's key, fails twice, and then scores."""
-
-    def __init__(self) -> None:
-        self.keys: list[str] = []
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_POST(self) -> None:  # the library's name
-                self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                header = self.headers.get("Authorization", "")
-                outer.keys.append(header)
-                status, reply = 500, {"error": {"message": f"your header was {header}"}}
-                if len(outer.keys) > 2:
-                    message = {"role": "assistant", "content": "7"}
-                    status, reply = 200, {"choices": [{"index": 0, "message": message}], "id": header}
-                body = json.dumps(reply).encode()
-                self.send_response_only(status)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, format: str, *args: object) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
-        self._thread.start()
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/v1/chat/completions"
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+def echo(number: int, headers: dict[str, str], body: bytes) -> tuple[int, dict[str, str], bytes]:
+    """Play a judge that fails twice and shows the caller's key in everything it says."""
+    key = headers["Authorization"]
+    assert KEY in key
+    if number <= 2:
+        return 500, {}, json.dumps({"error": {"message": f"your header was {key}"}}).encode()
+    return 200, {}, completion("7", id=key)
 
 
 @pytest.mark.timeout(300)
 def test_no_file_of_a_run_or_of_ray_contains_the_key(tmp_path: Path):
     """The judge echoes the key. Every byte of the run, the cache and Ray's files is searched."""
-    judge, ray_dir = Echoing(), Path(tempfile.mkdtemp(prefix="fw-", dir="/tmp"))  # a socket's path must be short
+    judge, ray_dir = Scripted(echo), Path(tempfile.mkdtemp(prefix="fw-", dir="/tmp"))  # a socket's path must be short
     run_dir, cache = tmp_path / "run", tmp_path / "cache"
     settings = [
         f"run_dir={run_dir}",
@@ -384,23 +334,14 @@ def test_no_file_of_a_run_or_of_ray_contains_the_key(tmp_path: Path):
     environment = {**os.environ, "OPENAI_API_KEY": KEY, "OMP_NUM_THREADS": "1", "RAY_TMPDIR": str(ray_dir)}
     environment |= {"FREEWHEEL_CACHE_DIR": str(cache), "PYTHONUNBUFFERED": "1"}
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "freewheel", "train", "--plain", *settings],
-            env=environment, capture_output=True, stdin=subprocess.DEVNULL, timeout=RUN_S, cwd=tmp_path,
-        )  # fmt: skip
-        printed = done.stdout + done.stderr
-        assert done.returncode == 0, printed.decode(errors="replace")[-4000:]
-        assert judge.keys and all(KEY in header for header in judge.keys)
+        words = [sys.executable, "-m", "freewheel", "train", "--plain", *settings]
+        done = run_program(*words, env=environment, cwd=tmp_path)
+        assert len(judge.seen) > 2
         files = [path for place in (run_dir, cache, ray_dir) for path in place.rglob("*") if path.is_file()]
         expected = {"config.yaml", "metrics.jsonl", "fully_async_training.log", JOURNAL, "state.json", "raylet.out"}
         assert expected <= {path.name for path in files}
         assert [str(path) for path in files if leaks(path.read_bytes())] == []
-        assert not leaks(printed)
+        assert not leaks((done.stdout + done.stderr).encode())
     finally:
         judge.close()
         shutil.rmtree(ray_dir, ignore_errors=True)
-
-
-def test_every_claim_of_the_security_page_names_a_test():
-    page = (SOURCE.parent.parent / "docs" / "security.md").read_text()
-    assert len(set(re.findall(r"`(test_\w+)`", page))) > 15, "tests/test_docs.py checks that they exist"

@@ -48,7 +48,6 @@ Show = Literal["auto", "plain", "off"]
 """`auto`: a live panel on a terminal, else lines. `plain`: lines. `off`: nothing."""
 Settings = Mapping[str, Any]
 """Configuration values by key: flat (`{"trainer.total_steps": 100}`), nested, or both."""
-Row = Mapping[str, Any]
 
 ROWS_TASK = "rows"
 """The task that reads rows as they are given."""
@@ -468,10 +467,11 @@ def _name_object(key: str, value: Any, objects: dict[str, Any]) -> str:
     """`module:name` of an object. What other processes cannot import by name is kept in memory and travels by value."""
     if isinstance(value, str):
         return value
-    name, module = getattr(value, "__qualname__", type(value).__qualname__), sys.modules.get(_module_of(value))
+    named = value if hasattr(value, "__qualname__") else type(value)
+    name, module = named.__qualname__, sys.modules.get(named.__module__)
     can_import = module is not None and _can_import(module.__name__)
     if can_import and reduce(lambda one, part: getattr(one, part, None), name.split("."), module) is value:
-        return f"{_module_of(value)}:{name}"
+        return f"{named.__module__}:{name}"
     import ray.cloudpickle
 
     cloudpickle: Any = ray.cloudpickle
@@ -492,10 +492,6 @@ def _name_object(key: str, value: Any, objects: dict[str, Any]) -> str:
         kept = f"{base}_{count}"
     objects[kept] = value
     return f"{IN_MEMORY}:{kept}"
-
-
-def _module_of(value: Any) -> str:
-    return str(getattr(value, "__module__", None) or type(value).__module__)
 
 
 def _can_import(module: str) -> bool:
@@ -589,7 +585,9 @@ def _measure(config: TrainConfig) -> Evaluation:
 
     threads, variable = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
     try:
-        found: EvalResult = _wait_for(partial(run_evaluation, config, keep_responses=True))
+        evaluate_it = partial(asyncio.run, run_evaluation(config, keep_responses=True))
+        # A thread with an event loop, such as a notebook's, cannot run another one.
+        found: EvalResult = ThreadPoolExecutor(1).submit(evaluate_it).result() if _has_loop() else evaluate_it()
     finally:
         torch.set_num_threads(threads)
         os.environ.pop("OMP_NUM_THREADS")
@@ -604,11 +602,3 @@ def _measure(config: TrainConfig) -> Evaluation:
         parts={name: part.mean for name, part in found.parts.items()},
         failed=found.failed,
     )
-
-
-def _wait_for(begin: Callable[[], Any]) -> Any:
-    """The result of a coroutine, also where this thread has an event loop, as a notebook's has."""
-    if not _has_loop():
-        return asyncio.run(begin())
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(lambda: asyncio.run(begin())).result()

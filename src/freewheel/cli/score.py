@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import os
+import itertools
 import signal
 import sys
-import tempfile
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import typer
@@ -31,6 +30,7 @@ from freewheel.cli.flags import JUDGE_PANEL, argument, flag, flags, judge_from_f
 from freewheel.errors import ConfigError
 from freewheel.judge.config import JudgeConfig
 from freewheel.judge.row_files import Fields, is_stream
+from freewheel.utils.files import write_atomically
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
@@ -81,12 +81,11 @@ def score(
     source: str,
     target: str,
     placement: str | None,
-    overwrite: bool,
     retry_failed: bool,
     as_json: bool,
     quiet: bool,
     judge: JudgeConfig,
-    fields: Fields,
+    **job_options: Any,
 ) -> None:
     """Score a file of responses with an LLM judge, and continue where a killed run was.
 
@@ -103,8 +102,8 @@ def score(
         stack.enter_context(log_to(reporter.say))
         job = stack.enter_context(
             ScoringJob(
-                source, target, settings, fields=fields, overwrite=overwrite, retry_failed=retry_failed,
-                on_progress=reporter.show, on_malformed=reporter.show_malformed,
+                source, target, settings, retry_failed=retry_failed, on_progress=reporter.show,
+                on_malformed=reporter.show_malformed, **job_options,
             )
         )  # fmt: skip
         signals = stack.enter_context(stop_on_signals(job))
@@ -340,52 +339,42 @@ def export(target: str, overwrite: bool, cache_dir: str | None, as_json: bool) -
     with plain_errors(), _store(cache_dir) as (store, path):
         if as_json and target == "-":
             raise ConfigError("--json", True, "stdout takes the replies already; write them to a file")
-        entries: Iterator[dict[str, object]] = store.export() if path.exists() else iter(())
+        numbers = itertools.count()
+        lines = (_as_line(entry) for entry, _ in zip(store.export() if path.exists() else (), numbers, strict=False))
         if target == "-":
             with writing_stdout():
-                _write_lines(sys.stdout.buffer, entries)
+                sys.stdout.buffer.writelines(lines)
+                sys.stdout.flush()
             return
         try:
-            count = _write_file(Path(target), entries, overwrite=overwrite)
+            _write_file(Path(target), lines, overwrite=overwrite)
         except OSError as error:
             raise ConfigError("FILE", target, f"it cannot be written: {error.strerror}") from None
+    count = next(numbers)
     if as_json:
         print_json({"path": str(path), "exported": count, "file": target})
     else:
         say(f"{count:,} replies written to {target}")
 
 
-def _write_file(target: Path, entries: Iterator[dict[str, object]], *, overwrite: bool) -> int:
+def _write_file(target: Path, lines: Iterator[bytes], *, overwrite: bool) -> None:
     """Write lines to a file for this user only, whole or not at all. A device or a FIFO is written as it is.
 
     A link is followed: its target is replaced, and the link stays.
     """
     if target.exists() and not target.is_file():
-        with os.fdopen(os.open(target, os.O_WRONLY | os.O_CLOEXEC), "wb") as stream:
-            return _write_lines(stream, entries)
+        with target.open("wb") as stream:
+            stream.writelines(lines)
+        return
     if target.exists() and not overwrite:
         raise ConfigError("FILE", str(target), "it exists already; give another file, or --overwrite to replace it")
-    path = target.resolve()
-    fd, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=".part")  # its mode is 0600
-    try:
-        with os.fdopen(fd, "wb") as file:
-            count = _write_lines(file, entries)
-            os.fsync(file.fileno())
-        Path(name).replace(path)
-    finally:
-        Path(name).unlink(missing_ok=True)
-    return count
+    write_atomically(target.resolve(), lines)
 
 
-def _write_lines(file: BinaryIO, entries: Iterator[dict[str, object]]) -> int:
-    encode, count = msgspec.json.Encoder().encode, 0
-    for entry in entries:
-        # A judge may have sent lone surrogates, which UTF-8 cannot encode.
-        text = str(entry["text"]).encode("utf-8", "replace").decode()
-        file.write(encode({**entry, "text": text}) + b"\n")
-        count += 1
-    file.flush()
-    return count
+def _as_line(entry: dict[str, object]) -> bytes:
+    # A judge may have sent lone surrogates, which UTF-8 cannot encode.
+    text = str(entry["text"]).encode("utf-8", "replace").decode()
+    return msgspec.json.encode({**entry, "text": text}) + b"\n"
 
 
 def parse_age_s(text: str) -> float:

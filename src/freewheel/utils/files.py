@@ -15,7 +15,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 FOLDER_MODE = 0o700
@@ -171,12 +171,12 @@ def _cut_torn_line(fd: int) -> None:
         os.ftruncate(fd, end)
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replace `path` by a private file with `data`, whole or not at all."""
+def write_atomically(path: Path, data: bytes | Iterable[bytes]) -> None:
+    """Replace `path` with a private file that contains `data`, whole or not at all."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with os.fdopen(open_private(scratch, os.O_WRONLY | os.O_TRUNC), "wb") as file:
-            file.write(data)
+            file.writelines([data] if isinstance(data, bytes) else data)
             file.flush()
             os.fsync(file.fileno())
         scratch.replace(path)
