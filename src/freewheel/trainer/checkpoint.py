@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import msgspec
 
@@ -44,9 +44,6 @@ from freewheel.queue.ledger import Frontier
 from freewheel.sync.weights import AnyWeights
 from freewheel.trainer.backend import BackendState
 from freewheel.utils.files import FILE_MODE, FOLDER_MODE, open_private, private_folder, sync_file, sync_folder
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger("freewheel.trainer")
 

@@ -162,7 +162,7 @@ class FullyAsyncTrainer:
             saver=saver,
             evaluate=evaluate,
             disk=self._disk,
-            add_row=lambda row: self.rows.append(row),
+            add_row=self.rows.append,
             keep_best=keep_best,
         )
 
@@ -543,5 +543,6 @@ class FullyAsyncTrainer:
 
     def drain_rows(self) -> list[Row]:
         """Return the metrics since the last call."""
-        rows, self.rows = self.rows, []
+        rows = list(self.rows)
+        self.rows.clear()
         return rows

@@ -108,20 +108,11 @@ def check_number(
         raise ConfigError(key, value, f"it must be {wanted}")
 
 
-def check_integer(key: str, value: Any, *, low: int, high: int | None = None, optional: bool = False) -> None:
-    if value is None and optional:
-        return
+def check_integer(key: str, value: Any, *, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ConfigError(key, value, f"give a whole number of at least {low}" + (", or None" if optional else ""))
-    if high is not None and value > high:
+        raise ConfigError(key, value, f"give a whole number of at least {low}")
+    if value > high:
         raise ConfigError(key, value, f"give at most {high}")
-
-
-def check_text(key: str, value: Any, remedy: str, *, optional: bool = False) -> None:
-    if value is None and optional:
-        return
-    if not isinstance(value, str) or not value.strip() or _LONE_SURROGATE.search(value):
-        raise ConfigError(key, value, remedy)
 
 
 def shown_value(key: str, value: object) -> object:
