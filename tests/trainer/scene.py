@@ -206,7 +206,7 @@ class Scene:
 
     async def _feed(self) -> None:
         while True:
-            admission = await self.queue.admit("r", want=8, load=0, wait_s=WAIT_S)
+            admission = await self.queue.admit("r", want=8, holding=(), load=0, wait_s=WAIT_S)
             version = self.publisher.version
             groups = [group_of(one, 0 if self.born_old and not one.attempt else version) for one in admission.tickets]
             if groups:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from freewheel.data.group import PromptGroup
@@ -68,7 +68,6 @@ def seen_by(batch: MicroBatch) -> list[list[int]]:
     packed=st.booleans(),
     mini=st.integers(1, 3),
 )
-@settings(deadline=None)
 def test_every_token_of_a_scored_response_is_predicted_once_from_its_prompt_and_what_came_before(
     shapes, budget, share, packed, mini
 ) -> None:

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -37,7 +37,6 @@ def whole(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -
     entropy_grad=st.booleans(),
     seed=st.integers(0, 99),
 )
-@settings(deadline=None)
 def test_values_and_gradients_are_those_of_the_whole_logits(tokens, at_once, kept, temperature, entropy_grad, seed):
     hidden, weight, targets = scene(tokens, seed)
     options = {"temperature": temperature, "entropy_grad": entropy_grad, "at_once": at_once, "kept": kept}

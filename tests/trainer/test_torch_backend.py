@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ import torch
 from torch import Tensor
 
 from freewheel.data.group import PromptGroup, Response
+from freewheel.judge.verdict import Failed, Scored, Skipped
 from freewheel.trainer.backend import NonFiniteLoss
 from freewheel.trainer.batching import micro_batches, mini_batches
 from freewheel.trainer.options import AlgorithmConfig, LoraConfig, OptimizerConfig
-from freewheel.trainer.torch_backend import TorchBackend
+from freewheel.trainer.torch_backend import TorchBackend, rollout_metrics
 
 from .groups import CUSTOM, VOCABULARY, make_group, make_response, random_group, tiny_gpt2, tiny_qwen, without
 
@@ -123,7 +125,7 @@ def poisoned(group: PromptGroup) -> PromptGroup:
     bad = [group.response(i) for i in range(len(group))]
     logprobs = bad[0].logprobs.copy()
     logprobs[0] = NAN
-    bad[0] = Response(**{**vars(bad[0]), "logprobs": logprobs})
+    bad[0] = replace(bad[0], logprobs=logprobs)
     return make_group(group.ordinal, bad, prompt=group.prompt.tolist())
 
 
@@ -203,7 +205,7 @@ def test_the_gap_to_the_engine_is_measured_on_tokens_of_the_version_in_training(
             exact = np.zeros(len(one.tokens), np.float32)
             exact[one.mask != 0] = logp[group.ordinal, index] + (0.25 if index == 0 else 0)
             versions = np.where(one.mask != 0, 4 if index == 0 else 5, -1).astype(np.int32)
-            responses.append(Response(**{**vars(one), "logprobs": exact, "versions": versions}))
+            responses.append(replace(one, logprobs=exact, versions=versions))
         groups.append(make_group(group.ordinal, responses, prompt=group.prompt.tolist()))
     current = backend.step(groups, version=5, step=0, total_steps=1)
     assert current["rollout/logprob_gap_mean"] < 1e-5 and current["rollout/logprob_gap_max"] < 1e-4
@@ -338,3 +340,39 @@ def test_a_bandit_is_learned_in_a_few_steps(setup, wanted) -> None:
         assert found["rollout/logprob_gap_max"] < 1e-4
     assert np.mean(rewards[:3]) < 0.3
     assert np.mean(rewards[-3:]) > wanted
+
+
+# -- metrics about rewards ---------------------------------------------------------------------------------------------
+
+
+def group_of(*responses: Response) -> PromptGroup:
+    return make_group(0, responses)
+
+
+def rewarded(value: float = 1.0, **parts: Any) -> Response:
+    return replace(make_response([5], value=value), verdict=Scored(value, parts=parts))
+
+
+def test_parts_of_rewards_are_averaged_separately():
+    found = rollout_metrics([group_of(rewarded(1.2, correct=1, format=1), rewarded(0.2, correct=0, format=1))])
+    assert (found["reward/correct"], found["reward/format"]) == (0.5, 1.0)
+    assert found["rollout/reward_mean"] == pytest.approx(0.7)
+
+
+def test_a_part_is_averaged_over_the_responses_that_have_it():
+    failed = replace(make_response([5], value=NAN), verdict=Failed("timeout", parts={"rule": 1.0}))
+    groups = [group_of(rewarded(steps=4.0, rule=0.0), rewarded(steps=NAN)), group_of(failed, rewarded())]
+    found = rollout_metrics(groups)
+    assert found["reward/steps"] == 4.0, "a NaN is no value"
+    assert found["reward/rule"] == 0.5, "what is known of a response whose judge failed counts"
+
+
+def test_rewards_without_parts_have_no_part_metrics():
+    assert not any(name.startswith("reward/") for name in rollout_metrics([group_of(rewarded(), rewarded())]))
+
+
+def test_failed_and_skipped_responses_are_counted_separately() -> None:
+    failed = replace(rewarded(), verdict=Failed("timeout"), reward=NAN)
+    skipped = replace(rewarded(), verdict=Skipped("none"), reward=NAN)
+    found = rollout_metrics([group_of(failed, replace(failed, reward=-1.0), skipped, skipped, *[rewarded()] * 4)])
+    assert (found["rollout/masked_ratio"], found["rollout/skipped_ratio"]) == (1 / 8, 2 / 8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections.abc import AsyncIterator
@@ -21,6 +22,27 @@ from freewheel.trainer.trainer import FullyAsyncTrainer, TrainingFailed
 from .scene import REWARD, WAIT_S, Build, P, Scene
 
 NO_MEMORY = RuntimeError("out of memory")
+
+
+@pytest.fixture
+async def scene() -> AsyncIterator[Build]:
+    made: list[Scene] = []
+
+    def build(**settings: Any) -> Scene:
+        made.append(Scene(**settings))
+        return made[-1]
+
+    yield build
+    for one in made:
+        await one.queue.close()
+        one.trainer.close()
+        if one.feeding is not None:
+            one.feeding.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await one.feeding
+    await asyncio.sleep(0)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
 
 # -- steps ------------------------------------------------------------------------------------------------------------
 
