@@ -372,15 +372,6 @@ def test_a_run_that_was_stopped_or_killed_continues_without_paying_twice(
     assert counts.most_received <= 2 and counts.received - 400 <= 8, "those in flight at the end, and no other"
 
 
-def test_half_a_row_at_the_end_is_cut_off_and_written_again(scoring: Scoring) -> None:
-    scoring.run()
-    whole = scoring.target.read_bytes()
-    scoring.target.write_bytes(whole[: len(whole) // 2])
-    scoring.run()
-    scoring.assert_complete(5)
-    assert scoring.judge.counts().received == 5
-
-
 def test_the_death_of_the_engines_process_costs_no_row(scoring: Scoring) -> None:
     scoring.start_judge(latency_s=0.05)
     scoring.write(300)
@@ -391,13 +382,6 @@ def test_the_death_of_the_engines_process_costs_no_row(scoring: Scoring) -> None
     assert program.returncode == 0, errors
     scoring.assert_complete(300)
     assert json.loads(output)["calls"]["restarts"] == 1
-
-
-def test_two_runs_cannot_write_to_one_output(scoring: Scoring) -> None:
-    scoring.start_judge(hang_share=1.0)
-    scoring.begin()
-    wait_until(lambda: scoring.judge.counts().received > 0)
-    assert b"another run is writing to it" in scoring.run(code=2).stderr
 
 
 def test_an_output_of_another_input_or_rubric_is_refused(scoring: Scoring) -> None:
