@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +14,6 @@ from freewheel.judge import ConfigError, EngineDied, Secret
 from freewheel.judge.testing import RunningJudge
 from freewheel.judge.verdict import Scored
 from freewheel.rewards import RewardFailed, compute_score, compute_score_async, register_rule, rules, shutdown_judges
-from freewheel.rewards import compute_score as compute_score_function
 from freewheel.rewards.compute_score import _START, _judge_for
 
 from .conftest import KEY, Mock
@@ -127,11 +125,6 @@ def test_a_wrong_call_is_refused_by_the_argument(
 ) -> None:
     with pytest.raises((ConfigError, TypeError), match=said):
         call(*args, **kwargs)
-
-
-def test_it_is_found_by_its_name_and_its_async_twin_is_a_coroutine_function() -> None:
-    assert callable(compute_score_function)
-    assert inspect.iscoroutinefunction(compute_score_async) and not inspect.iscoroutinefunction(compute_score)
 
 
 # -- the switch -------------------------------------------------------------------------------------------------------

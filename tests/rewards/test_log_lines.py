@@ -126,29 +126,6 @@ def test_other_failures_are_not_called_a_timeout(mock: Mock, make_manager: MakeM
     assert warning.startswith("2 of 3 judgements failed (unparseable 2), the first with: ")
 
 
-def test_forty_two_percent_reads_as_it_always_did(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Waiting:
-        """21 of 50 are done at the first look, all at the second."""
-
-        def __init__(self) -> None:
-            self.looks = 0
-
-        def wait(self, timeout_s: float) -> bool:
-            self.looks += 1
-            return self.looks > 2
-
-        def progress(self) -> Any:
-            from freewheel.judge import Progress
-
-            return Progress(50, 20, 1, 0)
-
-        def result(self) -> list[Any]:
-            return ["done"]
-
-    assert handle_module.wait_for(Waiting()) == ["done"]  # type: ignore[arg-type]
-    assert said(logging.INFO) == ["Waiting for OpenAI results... 42.0% complete"]
-
-
 def test_a_terminal_has_a_bar_instead_of_lines(
     mock: Mock, make_manager: MakeManager, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:

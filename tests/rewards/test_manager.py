@@ -124,16 +124,6 @@ def test_an_empty_batch_gives_an_empty_tensor(mock: Mock, make_manager: MakeMana
     assert judge.counts().received == 0
 
 
-def test_an_empty_response_holds_its_reward_on_the_first_token_and_stays_finite(make_manager: MakeManager) -> None:
-    data = batch_of(Row("", uid="a"), Row("", uid="a"), Row("yes", uid="b"))
-    manager = make_manager(enable=True, compute_score=lambda **_: -1.0)
-    result = manager(data, return_dict=True)
-    assert last_values(result["reward_tensor"], data) == [-1.0, -1.0, -1.0]
-    assert result["reward_tensor"][0, 0] == -1.0
-    assert result["reward_extra_info"]["median_length"] == [0.0, 0.0, 3.0]
-    assert result["reward_extra_info"]["length_penalty"] == [0.0, 0.0, 0.0]
-
-
 # -- rm_scores --------------------------------------------------------------------------------------------------------
 
 
@@ -294,30 +284,6 @@ def test_async_and_sync_give_the_same_rewards(mock: Mock, make_manager: MakeMana
 
 
 # -- failed rows ------------------------------------------------------------------------------------------------------
-
-FAILING = {"yes broken": "no idea", "yes nine": "9", "yes five": "5"}
-GROUPS = [
-    Row("yes nine", uid="a"),
-    Row("yes broken", uid="a"),
-    Row("yes five", uid="a"),
-    Row("yes broken!", uid="b"),
-    Row("yes broken?", uid="b"),
-]
-
-
-@both_ways
-def test_a_failed_row_holds_its_groups_mean_or_its_rule_score_and_is_masked(
-    mock: Mock, make_manager: MakeManager, use_async_io: bool
-) -> None:
-    manager = make_manager(mock(scores=FAILING).url, use_async_io=use_async_io)
-    data = batch_of(*GROUPS)
-    result = manager(data, return_dict=True)
-    assert last_values(result["reward_tensor"], data) == [10.0, 8.0, 6.0, 1.0, 1.0]
-    extra = result["reward_extra_info"]
-    assert extra["reward_mask"] == [1, 0, 1, 0, 0]
-    assert extra["judge_status"] == ["scored", "failed", "scored", "failed", "failed"]
-    assert extra["judge_reason"] == ["", "unparseable", "", "unparseable", "unparseable"]
-    assert [math.isnan(value) for value in extra["openai_quality_reward"]] == [False, True, False, True, True]
 
 
 @both_ways

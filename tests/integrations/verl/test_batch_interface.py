@@ -82,15 +82,6 @@ def test_the_legacy_batch_manager_takes_it(
     assert result["reward_extra_info"]["judge_status"] == ["scored", "skipped", "failed", "scored"]
 
 
-def test_the_legacy_batch_manager_takes_it_without_a_judge(
-    tokenizer: PreTrainedTokenizerFast, tokenizer_path: Path
-) -> None:
-    score = get_custom_reward_fn(verl_config(tokenizer_path, *SINGLE))
-    manager = get_reward_manager_cls("batch")(tokenizer, 0, score)
-    tensor = manager(rollouts(tokenizer, [Answer("x #### 4", "a"), Answer("x #### 5", "a")]))
-    assert tensor.sum(dim=-1).tolist() == [1.0, 0.0]
-
-
 def test_length_penalty_is_registered_where_older_verl_looks_for_it(
     tokenizer: PreTrainedTokenizerFast, judge: RunningJudge
 ) -> None:

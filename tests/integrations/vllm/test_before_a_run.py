@@ -5,43 +5,48 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from freewheel.data.tasks.word_problems import model_path
 from freewheel.doctor import software
+from freewheel.errors import ConfigError
 from freewheel.runtime.preflight import engine_problems
 
-from .asking import config_of, plan_of
+from .asking import EAGER, config_of, engine_of, plan_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 
-def problem(folder: Path, **given: object) -> str:
-    plan = plan_of(config_of(folder, **given))  # type: ignore[arg-type]
-    return "; ".join(map(str, engine_problems(plan, folder)))
+def test_settings_that_can_serve_are_no_problem(folder: Path) -> None:
+    assert engine_problems(plan_of(config_of(folder)), folder) == []
 
 
-def test_what_can_serve_is_no_problem(folder: Path) -> None:
-    assert problem(folder) == ""
+@pytest.mark.parametrize(
+    ("given", "key", "says"),
+    [
+        ({"vllm": {"max_num_batched_toks": 64}}, "rollout.vllm.max_num_batched_toks", "max_num_batched_tokens"),
+        ({"vllm": {"logprobs_mode": "raw_logits"}}, "rollout.vllm.logprobs_mode", "leave it out"),
+        ({"vllm": {"max_model_len": 8}}, "rollout.vllm.max_model_len", "give that or more"),
+        ({"vllm": {"block_size": "many"}}, "rollout.vllm", "vLLM refuses it"),
+        ({"temperature": 5.0}, "rollout", "temperature"),
+    ],
+    ids=str,
+)
+def test_a_setting_that_cannot_work_is_refused_before_anything_starts(
+    folder: Path, given: dict[str, Any], key: str, says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says) as refused:
+        engine_of(folder, **{**given, "vllm": {**EAGER, **given.get("vllm", {})}})
+    assert refused.value.key == key
 
 
-def test_an_argument_that_this_vllm_does_not_have_is_named(folder: Path) -> None:
-    said = problem(folder, vllm={"enforce_eagre": True})
-    assert "rollout.vllm.enforce_eagre = True: this vLLM has no such argument: did you mean enforce_eager?" in said
-
-
-def test_a_value_that_vllm_refuses_is_told_in_its_words(folder: Path) -> None:
-    said = problem(folder, vllm={"kv_cache_dtype": "float3"})
-    assert said.startswith("rollout.vllm = {'kv_cache_dtype': 'float3'}: vLLM refuses it: ")
-
-
-def test_a_context_that_is_too_short_for_the_prompts_is_told(folder: Path) -> None:
-    assert "rollout.vllm.max_model_len = 9" in problem(folder, vllm={"max_model_len": 9})
-
-
-def test_heads_that_vllm_has_no_kernel_for_are_told() -> None:
-    assert "its heads have size 16" in problem(model_path(), max_new_tokens=20)
+def test_a_model_that_vllm_has_no_kernels_for_is_refused_at_the_start() -> None:
+    """The embedded one's heads are of 16: on a CPU vLLM would die of the first prompt."""
+    with pytest.raises(ConfigError, match=r"heads have size 16.*rollout\.engine=native") as refused:
+        engine_of(model_path(), max_new_tokens=16)
+    assert refused.value.key == "model.path"
 
 
 def test_a_run_is_refused_with_exit_code_2_and_leaves_nothing(folder: Path, tmp_path: Path) -> None:

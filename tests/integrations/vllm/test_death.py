@@ -16,13 +16,11 @@ import psutil
 import pytest
 from transformers import PreTrainedModel
 
-from freewheel.data.tasks.word_problems import model_path
-from freewheel.errors import ConfigError
 from freewheel.rollout.engine import EngineDied, EngineError, GenerationAborted
 from freewheel.rollout.vllm.engine import VllmEngine
 from freewheel.sync.weights import AnyWeights
 
-from .asking import EAGER, NEW_TOKENS, WAIT_S, Begun, ask, engine_of, request_of, weights_of
+from .asking import NEW_TOKENS, WAIT_S, Begun, ask, engine_of, request_of, weights_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
 
@@ -124,34 +122,3 @@ async def test_close_ends_what_is_in_flight(folder: Path) -> None:
         await begun.asked
     with pytest.raises(EngineError, match="closed"):
         await ask(engine, request_of(6))
-
-
-@pytest.mark.parametrize(
-    ("vllm", "key", "says"),
-    [
-        ({"max_num_batched_toks": 64}, "rollout.vllm.max_num_batched_toks", "max_num_batched_tokens"),
-        ({"logprobs_mode": "raw_logits"}, "rollout.vllm.logprobs_mode", "leave it out"),
-        ({"max_model_len": 8}, "rollout.vllm.max_model_len", "give that or more"),
-        ({"block_size": "many"}, "rollout.vllm", "vLLM refuses it"),
-    ],
-    ids=str,
-)
-def test_an_argument_that_cannot_work_is_refused_before_anything_starts(
-    folder: Path, vllm: dict[str, Any], key: str, says: str
-) -> None:
-    with pytest.raises(ConfigError, match=says) as refused:
-        engine_of(folder, vllm={**EAGER, **vllm})
-    assert refused.value.key == key
-
-
-def test_a_temperature_that_this_vllm_does_not_take_is_refused_at_the_start(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="temperature") as refused:
-        engine_of(folder, temperature=5.0)
-    assert refused.value.key == "rollout"
-
-
-def test_a_model_that_vllm_has_no_kernels_for_is_refused_at_the_start() -> None:
-    """The embedded one's heads are of 16: on a CPU vLLM would die of the first prompt."""
-    with pytest.raises(ConfigError, match=r"heads have size 16.*rollout\.engine=native") as refused:
-        engine_of(model_path(), max_new_tokens=16)
-    assert refused.value.key == "model.path"
