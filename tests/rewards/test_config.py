@@ -117,7 +117,7 @@ def test_every_form_gives_the_same_config(tmp_path: Path, form: str) -> None:
     }[form]
     config = LengthPenaltyRewardManager(Characters(), 0, length_penalty_config=given).config
     assert config == LengthPenaltyConfig(**PLAIN)
-    assert config.gate == "off" and config.failure_policy == OnFailure("fallback", -1.0)
+    assert config.judge_gate == "off" and config.failure_policy == OnFailure("fallback", -1.0)
     assert config is not given
 
 
@@ -243,7 +243,7 @@ def test_values_that_have_several_forms() -> None:
     for value in (1, 60, "auto", "fixed:8"):
         assert as_config({"max_concurrent_requests": value}).judge_config().concurrency == value
     for word, gate in {"on": "on", "off": "off", "format": "format", "true": "on", "'off'": "off"}.items():
-        assert as_config(f"judge_gate: {word}").gate == gate
+        assert as_config(f"judge_gate: {word}").judge_gate == gate
     for given in ("fallback: -1.5", "fallback:-1.5", {"fallback": -1.5}, OnFailure("fallback", -1.5)):
         assert LengthPenaltyConfig(on_failure=given).failure_policy == OnFailure("fallback", -1.5)
 

@@ -437,9 +437,11 @@ def test_ensure_event_loop_gives_a_thread_a_loop_of_its_own_and_the_same_one_aga
 
     for _ in range(3):  # a thread's number is used again after its end
         run_threads(work)
-    assert [one for one in found if isinstance(one, str)] == ["ran"] * 3
+    loops, results = found[::2], found[1::2]
+    assert results == ["ran"] * 3
+    assert [loop.is_closed() for loop in loops] == [True, True, False], "a loop is closed after its thread has ended"
     manager.shutdown_workers()
-    assert all(one.is_closed() for one in found if not isinstance(one, str))
+    assert loops[-1].is_closed()
 
 
 def test_shutdown_does_not_trip_over_a_loop_that_another_thread_runs(make_manager: MakeManager) -> None:

@@ -193,10 +193,6 @@ class JudgeReward:
         self.__dict__.update(state)
         self._ready()
 
-    def __repr__(self) -> str:
-        what = "judge quality" if self.rule is None else "rule + judge quality − length penalty"
-        return f"<JudgeReward {self.__name__}: {what}>"
-
     # -- the call -----------------------------------------------------------------------------------------------------
 
     async def __call__(
@@ -341,7 +337,7 @@ class JudgeReward:
 
         Every column is written each time: TRL makes one table of them, and lengths must not differ.
         """
-        verdicts, count = rewards.verdicts, len(rewards)
+        verdicts, count = rewards.verdicts, len(rewards.verdicts)
         scored = [verdict for verdict in verdicts if isinstance(verdict, Scored)]
         figures = {
             "judge_failed": sum(isinstance(verdict, Failed) for verdict in verdicts) / count,

@@ -172,10 +172,6 @@ class LengthPenaltyConfig:
         return {key: getattr(self, key) for key in ("penalty_scale", "max_penalty", "peak_ratio", "outer_ratio")}
 
     @property
-    def gate(self) -> Gate:
-        return _GATES[self.judge_gate]
-
-    @property
     def failure_policy(self) -> OnFailure:
         return OnFailure.parse(self.on_failure)
 

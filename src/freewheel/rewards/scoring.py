@@ -74,9 +74,6 @@ class Rewards:
     verdicts: Sequence[Verdict]
     """The judge's verdicts. The rule's own for a row whose rule did not score."""
 
-    def __len__(self) -> int:
-        return len(self.reward)
-
     @property
     def mask(self) -> Array:
         """0 where scoring failed: such a row must not be trained on."""
@@ -183,9 +180,9 @@ def judge_requests(
 def _skip_reason(rule: Verdict, config: LengthPenaltyConfig) -> str:
     if not isinstance(rule, Scored):
         return RULE_FAILED.detail
-    if config.gate == "on" and rule.value == 0:
+    if config.judge_gate == "on" and rule.value == 0:
         return "judge_gate: the rule score is 0"
-    if config.gate == "format" and rule.format == 0:
+    if config.judge_gate == "format" and rule.format == 0:
         return "judge_gate: the format is wrong"
     return ""
 

@@ -100,7 +100,8 @@ async def test_a_row_whose_reply_was_lost_is_sent_again_and_counts_once(
     scorer = SharedGroupScorer(settings("lossy"))
     monkeypatch.setattr(scorer, "_find", Lossy)
     for uid in "uv":
-        answers = await asyncio.wait_for(asyncio.gather(*(scorer.reward(row(n, uid)) for n in range(2))), 20)
-        assert [answer["reward_extra_info"]["group_complete"] for answer in answers] == [1, 1]
+        rows = [Row(f"{uid}-{n}", Sample("", 10 + 10 * n, uid), (2,), Scored(1.0), None) for n in range(2)]
+        answers = await asyncio.wait_for(asyncio.gather(*map(scorer.reward, rows)), 20)
+        assert [answer["reward_extra_info"]["median_length"] for answer in answers] == [15.0, 15.0]
     assert sorted(lost) == ["u-0", "u-1", "v-0", "v-1"]
     assert "came after" not in caplog.text

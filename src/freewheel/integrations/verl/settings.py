@@ -131,8 +131,7 @@ def _check_key_travels(config: LengthPenaltyConfig) -> None:
     """Raise if the judge of several workers would have no key: a key given as text does not reach its process."""
     if config.api_key is None or config.enable_openai_reward is False:
         return
-    there = as_config(config)
-    there.api_key = pickle.loads(pickle.dumps(config.api_key))
+    there = pickle.loads(pickle.dumps(config))
     if there.key is None:
         raise ConfigError(
             "reward.reward_kwargs.length_penalty_config.api_key",
