@@ -72,7 +72,7 @@ def painted(page: Any, selector: str = "canvas") -> int:
 # -- the views --------------------------------------------------------------------------------------------------------
 
 
-def test_the_first_view_says_what_it_does_whether_it_learns_and_draws_it(page: Any):
+def test_the_first_view_says_what_it_does_whether_it_learns_and_draws_it(page):
     page.wait_for_selector(".hero .says")
     assert "can be resumed. Until then it was judge-bound: 62%" in page.inner_text(".hero .says")
     assert "freewheel train resume=" in page.inner_text(".hero code")
@@ -84,7 +84,7 @@ def test_the_first_view_says_what_it_does_whether_it_learns_and_draws_it(page: A
     assert "slow judge" in page.inner_text(".log")
 
 
-def test_every_view_opens_with_a_click_and_shows_what_it_is_for(page: Any):
+def test_every_view_opens_with_a_click_and_shows_what_it_is_for(page):
     wanted = {
         "judge": ["Limit", "429s", "Calls saved", "judge-large", "timeout"],
         "weights": ["Sync log", "v60", "2 attempts"],
@@ -100,7 +100,7 @@ def test_every_view_opens_with_a_click_and_shows_what_it_is_for(page: Any):
         assert page.title().lower().startswith(name)
 
 
-def test_a_chart_can_be_read_by_pointer_and_by_keyboard_and_zoomed(page: Any):
+def test_a_chart_can_be_read_by_pointer_and_by_keyboard_and_zoomed(page):
     chart = page.locator("figure canvas").first
     chart.hover(position={"x": 300, "y": 100})
     page.wait_for_selector(".tip.on")
@@ -123,7 +123,7 @@ def test_a_chart_can_be_read_by_pointer_and_by_keyboard_and_zoomed(page: Any):
 
 
 @pytest.mark.parametrize("title", ["Reward", "Age of samples", "Entropy"])
-def test_a_chart_over_steps_fetches_what_is_zoomed_into(page: Any, title: str):
+def test_a_chart_over_steps_fetches_what_is_zoomed_into(page, title):
     chart = page.locator(f"canvas[aria-label^='{title}:']")
     chart.scroll_into_view_if_needed()
     before, box = chart.get_attribute("aria-label"), chart.bounding_box()
@@ -138,13 +138,13 @@ def test_a_chart_over_steps_fetches_what_is_zoomed_into(page: Any, title: str):
     until(page, f"one => ({label})(one) === one[1]", [title, before])
 
 
-def test_any_metric_can_be_picked(page: Any):
+def test_any_metric_can_be_picked(page):
     with page.expect_response(re.compile("mine%2Fof_a_hook")) as reply:
         page.select_option("select[aria-label=Metric]", label="mine/of_a_hook")
     assert len(reply.value.json()["y"]) == 60
 
 
-def test_the_timeline_zooms_moves_and_leads_to_a_group(page: Any):
+def test_the_timeline_zooms_moves_and_leads_to_a_group(page):
     view(page, "timeline")
     page.wait_for_selector(".gantt canvas")
     until(page, "document.querySelector('.toolbar .num').textContent.includes('groups')")
@@ -160,13 +160,13 @@ def test_the_timeline_zooms_moves_and_leads_to_a_group(page: Any):
         page.keyboard.press("ArrowRight")
 
 
-def test_the_timeline_says_what_is_left_out(page: Any):
+def test_the_timeline_says_what_is_left_out(page):
     page.route(re.compile("/timeline"), lambda one: one.fulfill(json={**one.fetch().json(), "whole_from_s": 70.0}))
     view(page, "timeline")
     page.wait_for_selector(".toolbar :text('spans from before 1:10 are left out')")
 
 
-def test_samples_are_searched_filtered_and_walked_through(page: Any):
+def test_samples_are_searched_filtered_and_walked_through(page):
     view(page, "samples")
     page.wait_for_selector(".card[aria-current=true]")
     assert page.locator(".token-run").count() >= 8
@@ -185,7 +185,7 @@ def test_samples_are_searched_filtered_and_walked_through(page: Any):
     page.wait_for_selector(".cards :text('Nothing matches')")
 
 
-def test_what_a_model_said_is_text_and_never_markup(tmp_path: Path, serve: Any, open_page: Any):
+def test_what_a_model_said_is_text_and_never_markup(tmp_path, serve, open_page):
     folder = make_run(tmp_path / "run", steps=5)
     attack = "<img src=x onerror=alert(1)><script>alert(2)</script>"
     row = sample_row(99, text=attack)
@@ -199,7 +199,7 @@ def test_what_a_model_said_is_text_and_never_markup(tmp_path: Path, serve: Any, 
     assert page.locator("#content img, #content script").count() == 0
 
 
-def test_the_ledger_follows_one_prompt(page: Any):
+def test_the_ledger_follows_one_prompt(page):
     view(page, "ledger")
     page.wait_for_selector(".verdict.good")
     page.fill("input[aria-label='Prompt number']", "3")
@@ -211,7 +211,7 @@ def test_the_ledger_follows_one_prompt(page: Any):
     page.wait_for_selector("#content :text('Nothing is known of it')")
 
 
-def test_runs_are_switched_and_laid_over_one_another(page: Any):
+def test_runs_are_switched_and_laid_over_one_another(page):
     page.select_option("#runs", "run-1")
     until(page, "location.hash.includes('run-1')")
     view(page, "compare")
@@ -222,7 +222,7 @@ def test_runs_are_switched_and_laid_over_one_another(page: Any):
     page.wait_for_selector("#content :text('Choose a second run')")
 
 
-def test_of_runs_that_are_switched_quickly_the_last_is_shown(tmp_path: Path, serve: Any, open_page: Any):
+def test_of_runs_that_are_switched_quickly_the_last_is_shown(tmp_path, serve, open_page):
     for steps in (10, 20):
         make_run(tmp_path / f"run-{steps}", steps=steps)
     page = open_page(serve(tmp_path))
@@ -245,7 +245,7 @@ def test_of_runs_that_are_switched_quickly_the_last_is_shown(tmp_path: Path, ser
     assert "run-20" in page.title() and not any("run-10" in one for one in followed)
 
 
-def test_an_address_that_names_no_run_says_so_and_lists_those_that_are_there(page: Any):
+def test_an_address_that_names_no_run_says_so_and_lists_those_that_are_there(page):
     page.evaluate("location.hash = 'judge/doesnotexist'")
     page.wait_for_selector("#content :text('There is no run doesnotexist here')")
     assert page.locator("#state").is_hidden() and page.locator("#progress-words").is_hidden()
@@ -256,7 +256,7 @@ def test_an_address_that_names_no_run_says_so_and_lists_those_that_are_there(pag
     assert page.locator("#state").is_visible()
 
 
-def test_the_choice_of_runs_looks_like_one_and_long_names_keep_their_ends(tmp_path: Path, serve: Any, open_page: Any):
+def test_the_choice_of_runs_looks_like_one_and_long_names_keep_their_ends(tmp_path, serve, open_page):
     names = [f"word_problems-fully_async-with-a-long-name-2026111{day}-151515" for day in (6, 7)]
     for name in names:
         make_run(tmp_path / name, steps=2)
@@ -268,7 +268,7 @@ def test_the_choice_of_runs_looks_like_one_and_long_names_keep_their_ends(tmp_pa
     assert page.evaluate("getComputedStyle(document.querySelector('.choice'), '::after').display") != "none"
 
 
-def test_a_run_keeps_its_colour_whichever_others_are_chosen(tmp_path: Path, serve: Any, open_page: Any):
+def test_a_run_keeps_its_colour_whichever_others_are_chosen(tmp_path, serve, open_page):
     for seed in range(5):
         make_run(tmp_path / f"run-{seed}", steps=5, seed=seed)
     page = open_page(serve(tmp_path))
@@ -296,7 +296,7 @@ def test_a_run_keeps_its_colour_whichever_others_are_chosen(tmp_path: Path, serv
 # -- hands, eyes and screens ------------------------------------------------------------------------------------------
 
 
-def test_the_keyboard_alone_is_enough(page: Any):
+def test_the_keyboard_alone_is_enough(page):
     for number, name in enumerate(VIEWS, 1):
         page.keyboard.press(str(number))
         page.wait_for_selector(f"nav [data-view={name}][aria-current=page]")
@@ -325,14 +325,14 @@ def test_the_keyboard_alone_is_enough(page: Any):
     assert page.evaluate("location.hash").startswith("#judge/")
 
 
-def test_an_address_that_names_no_view_opens_the_first(page: Any):
+def test_an_address_that_names_no_view_opens_the_first(page):
     view(page, "judge")
     page.evaluate("location.hash = 'constructor'")
     page.wait_for_selector("nav [data-view=overview][aria-current=page]")
     page.wait_for_selector(".hero .says")
 
 
-def test_whatever_can_be_focused_has_a_name_and_shows_the_focus(page: Any):
+def test_whatever_can_be_focused_has_a_name_and_shows_the_focus(page):
     for name in VIEWS:
         view(page, name)
         page.wait_for_timeout(300)
@@ -348,7 +348,7 @@ def test_whatever_can_be_focused_has_a_name_and_shows_the_focus(page: Any):
 
 
 @pytest.mark.parametrize("scheme", ["dark", "light"])
-def test_the_theme_is_the_systems_until_it_is_chosen(runs: Path, serve: Any, open_page: Any, scheme: str):
+def test_the_theme_is_the_systems_until_it_is_chosen(runs, serve, open_page, scheme):
     page = open_page(serve(runs), color_scheme=scheme)
     theme = "document.documentElement.dataset.theme"
     assert page.evaluate(theme) == scheme
@@ -362,7 +362,7 @@ def test_the_theme_is_the_systems_until_it_is_chosen(runs: Path, serve: Any, ope
     assert (sum(map(int, re.findall(r"\d+", dark)[:3])) < 200) == (other == "dark")
 
 
-def test_on_a_phone_every_view_fits_its_width(runs: Path, serve: Any, open_page: Any):
+def test_on_a_phone_every_view_fits_its_width(runs, serve, open_page):
     page = open_page(serve(runs), size=PHONE, has_touch=True, is_mobile=True)
     for name in VIEWS:
         view(page, name)
@@ -372,13 +372,13 @@ def test_on_a_phone_every_view_fits_its_width(runs: Path, serve: Any, open_page:
         assert min(links) >= 40, "too small for a thumb"
 
 
-def test_nothing_moves_for_who_wants_no_motion(runs: Path, serve: Any, open_page: Any):
+def test_nothing_moves_for_who_wants_no_motion(runs, serve, open_page):
     page = open_page(serve(runs), reduced_motion="reduce")
     moving = page.evaluate("document.getAnimations().length")
     assert moving == 0
 
 
-def test_a_page_without_its_token_says_how_to_get_in(runs: Path, serve: Any, browser: Any):
+def test_a_page_without_its_token_says_how_to_get_in(runs, serve, browser):
     context = browser.new_context()
     page = context.new_page()
     reply = page.goto(serve(runs).partition("?")[0])
@@ -386,7 +386,7 @@ def test_a_page_without_its_token_says_how_to_get_in(runs: Path, serve: Any, bro
     context.close()
 
 
-def test_a_link_on_another_site_leads_in(runs: Path, serve: Any, browser: Any):
+def test_a_link_on_another_site_leads_in(runs, serve, browser):
     context = browser.new_context()
     page = context.new_page()
     page.set_content(f"<a href='{serve(runs)}'>the run</a>")
@@ -395,7 +395,7 @@ def test_a_link_on_another_site_leads_in(runs: Path, serve: Any, browser: Any):
     context.close()
 
 
-def test_what_was_not_recorded_is_said(tmp_path: Path, serve: Any, open_page: Any):
+def test_what_was_not_recorded_is_said(tmp_path, serve, open_page):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/metrics.jsonl").write_bytes(line({"kind": "event", "step": 0, "time": BEGAN_S, "text": "begun"}))
     page = open_page(serve(tmp_path / "run"))
@@ -408,7 +408,7 @@ def test_what_was_not_recorded_is_said(tmp_path: Path, serve: Any, open_page: An
         page.wait_for_selector(f"#content :text({json.dumps(words)})")
 
 
-def test_a_run_without_its_metrics_says_so_and_what_is_known_all_the_same(tmp_path: Path, serve: Any, open_page: Any):
+def test_a_run_without_its_metrics_says_so_and_what_is_known_all_the_same(tmp_path, serve, open_page):
     folder = make_run(tmp_path / "run", steps=12, total=20)
     write_journal(folder, steps=12)
     (folder / "final").mkdir()
@@ -419,7 +419,7 @@ def test_a_run_without_its_metrics_says_so_and_what_is_known_all_the_same(tmp_pa
     assert "cannot be said" in page.inner_text(".hero .learns")
 
 
-def test_while_the_judge_is_down_no_request_is_said_to_have_ended_well(tmp_path: Path, serve: Any, open_page: Any):
+def test_while_the_judge_is_down_no_request_is_said_to_have_ended_well(tmp_path, serve, open_page):
     folder = make_run(tmp_path / "run", steps=10)
     row = statistics_row(40, 10)
     judge = row["rollouter"]["rewards"]["judge"]
@@ -439,7 +439,7 @@ def test_while_the_judge_is_down_no_request_is_said_to_have_ended_well(tmp_path:
         lock.release()
 
 
-def test_an_engine_whose_figures_are_a_little_old_is_not_called_behind(tmp_path: Path, serve: Any, open_page: Any):
+def test_an_engine_whose_figures_are_a_little_old_is_not_called_behind(tmp_path, serve, open_page):
     folder = make_run(tmp_path / "run", steps=10)
     row = statistics_row(40, 10)
     row["sync"]["versions"] = {"rollouter-0": 9, "rollouter-1": 2}
@@ -453,7 +453,7 @@ def test_an_engine_whose_figures_are_a_little_old_is_not_called_behind(tmp_path:
 # -- while a run goes on ----------------------------------------------------------------------------------------------
 
 
-def test_what_a_run_writes_appears_without_a_click(tmp_path: Path, serve: Any, open_page: Any):
+def test_what_a_run_writes_appears_without_a_click(tmp_path, serve, open_page):
     folder = make_run(tmp_path / "run", steps=10, total=100)
     page = open_page(serve(folder))
     assert page.inner_text("#progress-words").startswith("10 / 100 steps")
@@ -472,7 +472,7 @@ def test_what_a_run_writes_appears_without_a_click(tmp_path: Path, serve: Any, o
     until(page, "document.querySelector('#progress-words').textContent.startsWith('3 / 100')")
 
 
-def test_a_view_that_was_opened_too_early_fills_when_there_is_something(tmp_path: Path, serve: Any, open_page: Any):
+def test_a_view_that_was_opened_too_early_fills_when_there_is_something(tmp_path, serve, open_page):
     folder = tmp_path / "run"
     write_lines(folder / "metrics.jsonl", [{"kind": "event", "step": 0, "time": BEGAN_S, "text": "begun"}])
     page = open_page(serve(folder))
@@ -488,7 +488,7 @@ def test_a_view_that_was_opened_too_early_fills_when_there_is_something(tmp_path
     assert page.locator("#content :text('Not recorded')").count() == 0
 
 
-def test_what_failed_once_is_tried_again(tmp_path: Path, serve: Any, open_page: Any):
+def test_what_failed_once_is_tried_again(tmp_path, serve, open_page):
     folder = make_run(tmp_path / "run", steps=10, total=100)
     page = open_page(serve(folder), allowed=("Failed to load resource",))
     refused: list[str] = []
@@ -515,7 +515,7 @@ def test_what_failed_once_is_tried_again(tmp_path: Path, serve: Any, open_page: 
     assert len(refused) == 2
 
 
-def test_a_page_whose_server_is_gone_says_so_and_its_time_goes_on(tmp_path: Path, serve: Any, open_page: Any):
+def test_a_page_whose_server_is_gone_says_so_and_its_time_goes_on(tmp_path, serve, open_page):
     folder = make_run(tmp_path / "run", steps=10, total=100)
     page = open_page(
         serve(folder), allowed=("Failed to load resource", "ERR_CONNECTION", "ERR_INCOMPLETE", "ERR_EMPTY")
@@ -550,7 +550,7 @@ def training(tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[st
         one.communicate(timeout=120)
 
 
-def test_a_real_run_is_seen_learning_at_the_address_that_it_prints(training: Any, open_page: Any):
+def test_a_real_run_is_seen_learning_at_the_address_that_it_prints(training, open_page):
     small = (
         "trainer.total_steps=30",
         "trainer.groups_per_step=8",

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from ..documents import build_site
@@ -12,7 +9,7 @@ from ..documents import build_site
 pytestmark = [pytest.mark.pages, pytest.mark.timeout(300)]
 
 
-def test_the_site_is_searched_without_a_server_and_asks_nobody(browser: Any, tmp_path: Path):
+def test_the_site_is_searched_without_a_server_and_asks_nobody(browser, tmp_path):
     build_site(tmp_path)
     asked: list[str] = []
     errors: list[str] = []

@@ -1,7 +1,7 @@
-"""Run directories as a run writes them, made up: for tests of who reads them, for screenshots and for benchmarks.
+"""Invented run directories, as a run writes them, for tests of the readers and for benchmarks.
 
-`make_run(folder, steps=…)` writes metrics, traces, samples, a log and the settings of a run that learns; `Writer` goes
-on with one while somebody looks.
+`make_run(folder, steps=…)` writes metrics, traces, samples, a log and the settings of a run that learns; `Writer`
+appends to one while it is read.
 """
 
 from __future__ import annotations
@@ -47,89 +47,48 @@ def reward(step: int, steps: int, seed: int) -> float:
     return 0.9 - 0.6 * math.exp(-3 * step / max(1, steps)) + noise
 
 
+def named(prefix: str, **values: Any) -> dict[str, Any]:
+    return {f"{prefix}/{name}": value for name, value in values.items()}
+
+
 def step_row(step: int, steps: int, seed: int = 0) -> dict[str, Any]:
-    """With as many metrics as a real one has."""
+    """A row with as many metrics as a real one."""
     draw = random.Random(seed * 7919 + step)
-    mean = reward(step, steps, seed)
-    return {
-        "kind": "step",
-        "step": step,
-        "time": BEGAN_S + 10 + STEP_S * step,
-        "global_steps": step,
-        "processed_samples": step * GROUPS * RESPONSES,
-        "current_param_version": step,
-        "param_sync_count": step,
-        "avg_sample_age": round(1.2 + draw.random(), 4),
-        "max_sample_age": draw.choice([2, 3, 3, 4]),
-        "avg_sample_age_s": 3.1,
-        "max_sample_age_s": 6.4,
-        "stale_samples_ratio": draw.choice([0.0, 0.0, 0.125]),
-        "sample_age_counts": [1, 3, 2, 1, draw.choice([0, 1])],
-        "rollout/reward_mean": mean,
-        "rollout/reward_std": 0.4,
-        "rollout/raw_reward_mean": mean + 0.04,
-        "rollout/masked_ratio": 0.0,
-        "rollout/skipped_ratio": 0.0,
-        "rollout/zero_variance_ratio": round(draw.random() * 0.3, 4),
-        "rollout/response_length_mean": 14 + draw.random() * 3,
-        "rollout/response_length_max": 20,
-        "rollout/truncation_ratio": 0.02,
-        "rollout/logprob_gap_mean": 0.002134234,
-        "rollout/logprob_gap_max": 0.0912344,
-        "actor/loss": -0.01 + draw.gauss(0, 0.004),
-        "actor/lr": 3e-4,
-        "actor/grad_norm": 0.8 + draw.random() * 0.3,
-        "actor/skipped_nonfinite": 0,
-        "actor/clip_ratio_low": 0.01,
-        "actor/clip_ratio_high": 0.02,
-        "actor/kl": 0.004 + draw.random() * 0.002,
-        "actor/kl_k3": 0.004,
-        "actor/entropy": 1.4 * math.exp(-2 * step / max(1, steps)) + draw.random() * 0.05,
-        "actor/ess": 0.97 - draw.random() * 0.04,
-        "actor/ess_sequence": 0.91,
-        "actor/ratio_max": 1.9,
-        "tokens": GROUPS * RESPONSES * 15,
-        "mine/of_a_hook": step % 7,
-    }
+    mean, oldest = reward(step, steps, seed), draw.choice([2, 3, 3, 4])
+    row = {"kind": "step", "step": step, "time": BEGAN_S + 10 + STEP_S * step, "tokens": GROUPS * RESPONSES * 15}
+    row |= {"global_steps": step, "processed_samples": step * GROUPS * RESPONSES, "current_param_version": step}
+    row |= {"avg_sample_age": round(1.2 + draw.random(), 4), "max_sample_age": oldest, "param_sync_count": step}
+    row |= {"avg_sample_age_s": 3.1, "max_sample_age_s": 6.4, "stale_samples_ratio": draw.choice([0.0, 0.0, 0.125])}
+    row |= {"sample_age_counts": [1, 3, 2, 1, draw.choice([0, 1])], "mine/of_a_hook": step % 7}
+    row |= named("rollout", reward_mean=mean, reward_std=0.4, raw_reward_mean=mean + 0.04, masked_ratio=0.0)
+    row |= named("rollout", skipped_ratio=0.0, zero_variance_ratio=round(draw.random() * 0.3, 4), truncation_ratio=0.02)
+    row |= named("rollout", response_length_mean=14 + draw.random() * 3, response_length_max=20)
+    row |= named("rollout", logprob_gap_mean=0.002134234, logprob_gap_max=0.0912344)
+    row |= named(
+        "actor", loss=-0.01 + draw.gauss(0, 0.004), lr=3e-4, grad_norm=0.8 + draw.random() * 0.3, ratio_max=1.9
+    )
+    row |= named("actor", skipped_nonfinite=0, clip_ratio_low=0.01, clip_ratio_high=0.02, kl_k3=0.004, ratio_max=1.9)
+    row |= named("actor", kl=0.004 + draw.random() * 0.002, ess=0.97 - draw.random() * 0.04, ess_sequence=0.91)
+    return row | named("actor", entropy=1.4 * math.exp(-2 * step / max(1, steps)) + draw.random() * 0.05)
 
 
 def eval_row(step: int, steps: int, seed: int = 0) -> dict[str, Any]:
-    return {
-        "kind": "eval",
-        "step": step,
-        "time": BEGAN_S + 10.5 + STEP_S * step,
-        "eval/reward": reward(step, steps, seed + 50) - 0.02,
-        "eval/reward_se": 0.02,
-        "eval/correct": 0.5,
-        "eval/prompts": 128,
-        "eval/response_length_mean": 15.2,
-        "eval/truncation_ratio": 0.01,
-    }
+    row = {"kind": "eval", "step": step, "time": BEGAN_S + 10.5 + STEP_S * step}
+    mean = reward(step, steps, seed + 50) - 0.02
+    row |= named("eval", reward=mean, reward_se=0.02, correct=0.5, prompts=128)
+    return row | named("eval", response_length_mean=15.2, truncation_ratio=0.01)
 
 
 def pulse_row(at_s: float, step: int, seed: int = 0) -> dict[str, Any]:
     draw = random.Random(seed * 31 + int(at_s * 10))
     waiting = 0.55 + draw.random() * 0.15
-    return {
-        "kind": "pulse",
-        "step": step,
-        "time": BEGAN_S + at_s,
-        "queue_size": draw.randrange(0, 24),
-        "in_progress": 24 + draw.randrange(0, 8),
-        "version": step,
-        "published_version": max(0, step - 1),
-        "tokens_per_s": 2400 + 500 * math.sin(at_s / 30) + draw.random() * 200,
-        "samples_per_s": 40 + draw.random() * 5,
-        "waits": {
-            "trainer": {"train": 0.95 - waiting, "wait_batch": waiting, "pack": 0.02, "save": 0.01},
-            "rollouter-0": {"generate": 0.6, "wait_reward": 0.3, "wait_room": 0.05, "load_weights": 0.03},
-        },
-        "verdict": VERDICT,
-    }
-
-
-def spans(elapsed_s: float, **shares: float) -> dict[str, float]:
-    return {**{name: share * elapsed_s for name, share in shares.items()}, "elapsed": elapsed_s}
+    row = {"kind": "pulse", "step": step, "time": BEGAN_S + at_s, "verdict": VERDICT}
+    row |= {"queue_size": draw.randrange(0, 24), "in_progress": 24 + draw.randrange(0, 8)}
+    row |= {"version": step, "published_version": max(0, step - 1), "samples_per_s": 40 + draw.random() * 5}
+    row["tokens_per_s"] = 2400 + 500 * math.sin(at_s / 30) + draw.random() * 200
+    trainer = {"train": 0.95 - waiting, "wait_batch": waiting, "pack": 0.02, "save": 0.01}
+    rollouter = {"generate": 0.6, "wait_reward": 0.3, "wait_room": 0.05, "load_weights": 0.03}
+    return row | {"waits": {"trainer": trainer, "rollouter-0": rollouter}}
 
 
 def closing_row(steps: int) -> dict[str, Any]:
@@ -137,113 +96,42 @@ def closing_row(steps: int) -> dict[str, Any]:
     return {**pulse_row(12 + STEP_S * steps, steps), "last": True}
 
 
-def statistics_row(at_s: float, step: int, *, judge: bool = True) -> dict[str, Any]:
+def judge_numbers(at_s: float, failed: dict[str, int]) -> dict[str, Any]:
+    """The judge's statistics, with one endpoint."""
     done = int(at_s * 40)
-    rewards: dict[str, Any] = {
-        "in_flight": 60,
-        "waiting": 12,
-        "scored": done,
-        "skipped": done // 20,
-        "failed": {"timeout": done // 900, "unparseable": done // 2000},
-        "retried_groups": 3,
-        "dropped_groups": 0,
-        "mean_latency_s": 1.7,
-        "busy_s": at_s,
-    }
+    both = {"sent": done, "throttled": done // 400, "in_flight": 58, "limit": int(64 + 10 * math.sin(at_s / 20))}
+    both |= {"faults": {"overloaded": done // 500, "timeout": done // 900}, "cost": done * 4e-5}
+    end = {"url": "http://127.0.0.1:9/v1/chat/completions", "model": "judge-large", "answered": done, **both}
+    end |= {"breaker": "closed", "halted": "", "prompt_tokens": done * 300, "completion_tokens": done * 4}
+    end |= {"latency_p50_s": 1.4, "latency_p90_s": 2.6, "latency_p99_s": 5.2}
+    row = {"submitted": int(done * 1.3), "scored": done, "skipped": 0, "failed": failed, "shared": done // 30, **both}
+    row |= {"cache_hits": done // 5 + done // 10, "retries": done // 90, "reasks": 3, "queued": 14, "restarts": 0}
+    return row | {"endpoints": [end]}
+
+
+def statistics_row(at_s: float, step: int, *, judge: bool = True) -> dict[str, Any]:
+    done, published = int(at_s * 40), max(0, step - 1)
+    failed = {"timeout": done // 900, "unparseable": done // 2000}
+    rewards: dict[str, Any] = {"in_flight": 60, "waiting": 12, "scored": done, "skipped": done // 20, "failed": failed}
+    rewards |= {"retried_groups": 3, "dropped_groups": 0, "mean_latency_s": 1.7, "busy_s": at_s}
     if judge:
-        end = {
-            "url": "http://127.0.0.1:9/v1/chat/completions",
-            "model": "judge-large",
-            "sent": done,
-            "answered": done,
-            "throttled": done // 400,
-            "faults": {"overloaded": done // 500, "timeout": done // 900},
-            "in_flight": 58,
-            "limit": int(64 + 10 * math.sin(at_s / 20)),
-            "breaker": "closed",
-            "halted": "",
-            "prompt_tokens": done * 300,
-            "completion_tokens": done * 4,
-            "cost": done * 4e-5,
-            "latency_p50_s": 1.4,
-            "latency_p90_s": 2.6,
-            "latency_p99_s": 5.2,
-        }
-        rewards["judge"] = {
-            "submitted": int(done * 1.3),
-            "scored": done,
-            "relayed": 0,
-            "skipped": 0,
-            "failed": rewards["failed"],
-            "cache_hits_memory": done // 5,
-            "cache_hits_disk": done // 10,
-            "shared": done // 30,
-            "retries": done // 90,
-            "reasks": 3,
-            "queued": 14,
-            "max_in_flight": 80,
-            "restarts": 0,
-            "cost_before": 0.0,
-            "loop_lag_s": 0.001,
-            "endpoints": [end],
-            "sent": done,
-            "throttled": end["throttled"],
-            "faults": end["faults"],
-            "in_flight": 58,
-            "limit": end["limit"],
-            "cache_hits": done // 5 + done // 10,
-            "cost": end["cost"],
-        }
-    return {
-        "kind": "statistics",
-        "step": step,
-        "time": BEGAN_S + at_s,
-        "trainer": {"global_steps": step, "training": True, "spans": spans(at_s, train=0.5, wait_batch=0.4, pack=0.02)},
-        "rollouter": {
-            "total_generated_samples": done,
-            "generated_tokens": done * 15,
-            "slots": 32,
-            "running": 20,
-            "rewards": rewards,
-            "spans": spans(at_s, generate=0.6, wait_reward=0.3, wait_room=0.05),
-        },
-        "queue": {
-            "queue_size": 9,
-            "in_progress": 27,
-            "version": step,
-            "published_version": max(0, step - 1),
-            "paused": "",
-            "waiting_for": "9 groups ready",
-            "memory_bytes": 80_000,
-            "dropped_by_reason": {"stale": 2},
-        },
-        "sync": {
-            "sync_failures": 1,
-            "last_sync_s": 0.08,
-            "mean_sync_s": 0.09,
-            "longest_sync_s": 0.4,
-            "state": "idle",
-            "fenced": [],
-            "versions": {"rollouter-0": max(0, step - 1)},
-            "param_sync_count": step,
-        },
-    }
+        rewards["judge"] = judge_numbers(at_s, failed)
+    rollouter = {"total_generated_samples": done, "generated_tokens": done * 15, "slots": 32, "rewards": rewards}
+    queue = {"queue_size": 9, "in_progress": 27, "version": step, "published_version": published, "paused": ""}
+    queue |= {"waiting_for": "9 groups ready", "memory_bytes": 80_000, "dropped_by_reason": {"stale": 2}}
+    sync = {"sync_failures": 1, "last_sync_s": 0.08, "mean_sync_s": 0.09, "longest_sync_s": 0.4, "state": "idle"}
+    sync |= {"fenced": [], "versions": {"rollouter-0": published}, "param_sync_count": step}
+    row = {"kind": "statistics", "step": step, "time": BEGAN_S + at_s, "trainer": {"global_steps": step}}
+    return row | {"rollouter": rollouter, "queue": queue, "sync": sync}
 
 
 def sync_row(version: int) -> dict[str, Any]:
     again = version % 17 == 0
     took = 0.08 + 0.01 * (version % 5) + (1.1 if again else 0)
     error = "TimeoutError: no word within 1 s" if again else ""
-    return {
-        "kind": "sync",
-        "step": version,
-        "time": BEGAN_S + 10.2 + STEP_S * version,
-        "version": version,
-        "took_s": took,
-        "bytes": 545_000,
-        "engines": {"rollouter-0": {"took_s": took, "attempts": 2 if again else 1, "error": error}},
-        "failed": False,
-    }
+    engines = {"rollouter-0": {"took_s": took, "attempts": 2 if again else 1, "error": error}}
+    row = {"kind": "sync", "step": version, "time": BEGAN_S + 10.2 + STEP_S * version, "version": version}
+    return row | {"took_s": took, "bytes": 545_000, "engines": engines, "failed": False}
 
 
 def rows(steps: int, *, seed: int = 0, judge: bool = True) -> Iterator[dict[str, Any]]:
@@ -293,17 +181,8 @@ def trace_lines(steps: int, *, first: int = 0) -> tuple[list[dict[str, Any]], li
         span(rollouter, "rollouter-0", "load_weights", at + 1.9, at + 1.95, version=step)
         for index in range(GROUPS):
             ordinal, start = (step - 1) * GROUPS + index, at + 0.1 * index
-            phase(
-                rollouter,
-                "rollouter-0",
-                ordinal,
-                "generate",
-                start,
-                start + 0.5,
-                attempt=0,
-                responses=RESPONSES,
-                tokens=60,
-            )
+            made = {"attempt": 0, "responses": RESPONSES, "tokens": 60}
+            phase(rollouter, "rollouter-0", ordinal, "generate", start, start + 0.5, **made)
             for response in range(RESPONSES):
                 end = start + 0.3 + 0.05 * response
                 phase(rollouter, "rollouter-0", ordinal, "response", start, end, index=response, tokens=15)
@@ -325,31 +204,16 @@ def sample_row(ordinal: int, *, failed: bool = False, text: str = "") -> dict[st
         version = ordinal // GROUPS
         bad = failed and index == 0
         penalty = 0.1 if index == 3 else 0.0
-        responses.append(
-            {
-                "segments": [[version, said[:cut]], [version + 1, said[cut:]]],
-                "tokens": len(said),
-                "finish": "length" if index == 2 and ordinal % 3 == 0 else "stop",
-                "value": None if bad else float(good) - penalty,
-                "raw": None if bad else float(good),
-                "status": "failed" if bad else "scored",
-                "reason": "timeout" if bad else "",
-                "parts": {} if bad else {"format": 1.0, "correct": float(good), "length_penalty": penalty},
-            }
-        )
-    prompt = (
-        text or f"Mia has {a} apples and buys {b} more. She gives {c} to a friend. How many apples does she have now?"
-    )
-    return {
-        "time": BEGAN_S + 12 + ordinal,
-        "ordinal": ordinal,
-        "sequence": ordinal + 3,
-        "attempt": 0,
-        "replica": "rollouter-0",
-        "prompt": prompt,
-        "row": {"data_source": "word_problems", "answer": str(right)},
-        "responses": responses,
-    }
+        response = {"segments": [[version, said[:cut]], [version + 1, said[cut:]]], "tokens": len(said)}
+        response["finish"] = "length" if index == 2 and ordinal % 3 == 0 else "stop"
+        response |= {"value": None if bad else float(good) - penalty, "raw": None if bad else float(good)}
+        response |= {"status": "failed", "reason": "timeout"} if bad else {"status": "scored", "reason": ""}
+        parts = {"format": 1.0, "correct": float(good), "length_penalty": penalty}
+        responses.append({**response, "parts": {} if bad else parts})
+    prompt = f"Mia has {a} apples and buys {b} more. She gives {c} to a friend. How many apples does she have now?"
+    row = {"time": BEGAN_S + 12 + ordinal, "ordinal": ordinal, "sequence": ordinal + 3, "attempt": 0}
+    row |= {"replica": "rollouter-0", "prompt": text or prompt, "responses": responses}
+    return row | {"row": {"data_source": "word_problems", "answer": str(right)}}
 
 
 def write_lines(path: Path, rows: Sequence[Any] | Iterator[Any], mode: str = "wb") -> Path:
@@ -379,13 +243,8 @@ def make_run(
     write_lines(folder / "trace/trainer-11.jsonl", trainer)
     write_lines(folder / "trace/rollouter-0-12.jsonl", rollouter)
     write_lines(folder / "samples/rollouter-0-12.jsonl", [sample_row(one, failed=one % 5 == 0) for one in range(60)])
-    said = {
-        "time": BEGAN_S + 30,
-        "level": "WARNING",
-        "run": folder.name,
-        "role": "rollouter-0",
-        "message": "slow judge",
-    }
+    said = {"time": BEGAN_S + 30, "level": "WARNING", "run": folder.name, "role": "rollouter-0"}
+    said["message"] = "slow judge"
     write_lines(folder / "log.jsonl", [{**said, "level": "INFO", "message": "fine"}, said])
     return folder
 

@@ -84,7 +84,7 @@ def begin() -> Iterator[Callable[..., subprocess.Popen[str]]]:
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
-def test_the_command_serves_until_ctrl_c(tmp_path: Path, begin: Any):
+def test_the_command_serves_until_ctrl_c(tmp_path, begin):
     make_run(tmp_path / "runs/one", steps=5)
     program = begin("-m", "freewheel", "dashboard", tmp_path / "runs")
     url = program.stdout.readline().split()[-1]
@@ -105,9 +105,7 @@ def test_the_command_serves_until_ctrl_c(tmp_path: Path, begin: Any):
         (["{run}", "--host", "192.0.2.1"], "give an address of this machine", "--port"),
     ],
 )
-def test_what_cannot_be_shown_is_refused_in_one_line(
-    tmp_path: Path, begin: Any, arguments: list[str], words: str, absent: str
-):
+def test_what_cannot_be_shown_is_refused_in_one_line(tmp_path, begin, arguments, words, absent):
     make_run(tmp_path / "run", steps=1)
     (tmp_path / "empty").mkdir()
     with listen("127.0.0.1", 0) as taken:
@@ -119,7 +117,7 @@ def test_what_cannot_be_shown_is_refused_in_one_line(
     assert words.format(**names) in errors and absent not in errors
 
 
-def test_an_address_for_other_machines_gives_a_warning(tmp_path: Path, begin: Any):
+def test_an_address_for_other_machines_gives_a_warning(tmp_path, begin):
     make_run(tmp_path, steps=1)
     program = begin("-m", "freewheel", "dashboard", tmp_path, "--host", "0.0.0.0")
     assert "?token=" in program.stdout.readline()
@@ -127,7 +125,7 @@ def test_an_address_for_other_machines_gives_a_warning(tmp_path: Path, begin: An
     assert "SSH tunnel" in program.communicate(timeout=WAIT_S)[1]
 
 
-def test_neither_torch_nor_ray_is_imported(tmp_path: Path):
+def test_neither_torch_nor_ray_is_imported(tmp_path):
     make_run(tmp_path, steps=3)
     code = """
 import sys, time
@@ -146,7 +144,7 @@ print(sorted({"torch", "ray", "transformers"} & set(sys.modules)))
 # -- beside a run -----------------------------------------------------------------------------------------------------
 
 
-def test_a_run_has_a_page_from_before_its_first_line_until_its_end(tmp_path: Path):
+def test_a_run_has_a_page_from_before_its_first_line_until_its_end(tmp_path):
     folder = tmp_path / "run"
     with beside(folder) as url:
         assert get(url)[0] == 200
@@ -160,7 +158,7 @@ def test_a_run_has_a_page_from_before_its_first_line_until_its_end(tmp_path: Pat
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="what a process has loaded is read from /proc")
-def test_the_page_sleeps_until_a_client_connects(tmp_path: Path):
+def test_the_page_sleeps_until_a_client_connects(tmp_path):
     with beside(tmp_path) as url:
         child = page_of_process(os.getpid())
         loaded = Path(f"/proc/{child.pid}/maps")
@@ -180,7 +178,7 @@ with beside(sys.argv[1]) as url:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_the_page_ends_with_its_run_however_that_ends(tmp_path: Path, begin: Any, how: signal.Signals):
+def test_the_page_ends_with_its_run_however_that_ends(tmp_path, begin, how):
     owner = begin("-c", OWNER, tmp_path)
     url = owner.stdout.readline().strip()
     assert get(url)[0] == 200
@@ -191,7 +189,7 @@ def test_the_page_ends_with_its_run_however_that_ends(tmp_path: Path, begin: Any
     assert refuses(url)
 
 
-def test_a_page_that_dies_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_a_page_that_dies_is_logged(tmp_path, caplog):
     with beside(tmp_path) as url:
         child = page_of_process(os.getpid())
         child.kill()
@@ -200,13 +198,13 @@ def test_a_page_that_dies_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert "ended by itself" in caplog.text and f"freewheel dashboard {tmp_path}" in caplog.text
 
 
-def test_a_taken_port_costs_a_run_only_its_page(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_a_taken_port_costs_a_run_only_its_page(tmp_path, caplog):
     with listen("127.0.0.1", 0) as taken, beside(tmp_path, port=taken.getsockname()[1]) as url:
         assert url == ""
     assert "The run has no page" in caplog.text and "observe.dashboard_port" in caplog.text
 
 
-def test_the_address_is_shown_in_the_terminal_only(tmp_path: Path):
+def test_the_address_is_shown_in_the_terminal_only(tmp_path):
     import io
 
     from rich.console import Console

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,7 +48,7 @@ def look(found: Any) -> Any:
 # -- lines ------------------------------------------------------------------------------------------------------------
 
 
-def test_half_a_line_waits_for_its_other_half(tmp_path: Path):
+def test_half_a_line_waits_for_its_other_half(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"one\ntw")
     tail = Tail(path)
@@ -59,7 +58,7 @@ def test_half_a_line_waits_for_its_other_half(tmp_path: Path):
     assert lines_of(tail) == [b"two", b"three"] and lines_of(tail) == []
 
 
-def test_blocks_know_their_position_and_endless_lines_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_blocks_know_their_position_and_endless_lines_are_skipped(tmp_path, monkeypatch):
     monkeypatch.setattr(lines_module, "BLOCK_BYTES", 8)
     monkeypatch.setattr(lines_module, "LONGEST_LINE_BYTES", 32)
     path = tmp_path / "a.jsonl"
@@ -71,7 +70,7 @@ def test_blocks_know_their_position_and_endless_lines_are_skipped(tmp_path: Path
     assert (found[0], found[-1]) == (b"x" * 20, b"end") and all(len(line) < 64 for line in found)
 
 
-def test_a_replaced_file_is_read_from_its_start(tmp_path: Path):
+def test_a_replaced_file_is_read_from_its_start(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"one\ntwo\n")
     tail = Tail(path)
@@ -84,7 +83,7 @@ def test_a_replaced_file_is_read_from_its_start(tmp_path: Path):
     assert lines_of(tail) == [b"4"] and tail.generation >= 1
 
 
-def test_links_pipes_and_folders_are_not_opened(tmp_path: Path):
+def test_links_pipes_and_folders_are_not_opened(tmp_path):
     (tmp_path / "secret").write_bytes(b"mine\n")
     (tmp_path / "link.jsonl").symlink_to(tmp_path / "secret")
     os.mkfifo(tmp_path / "pipe.jsonl")
@@ -93,7 +92,7 @@ def test_links_pipes_and_folders_are_not_opened(tmp_path: Path):
         assert lines_of(Tail(tmp_path / f"{name}.jsonl")) == []
 
 
-def test_a_rotated_file_is_not_read_twice_and_a_lost_one_is_forgotten(tmp_path: Path):
+def test_a_rotated_file_is_not_read_twice_and_a_lost_one_is_forgotten(tmp_path):
     folder, gone = Folder(tmp_path / "trace"), []
 
     def found() -> list[bytes]:
@@ -118,7 +117,7 @@ def test_a_rotated_file_is_not_read_twice_and_a_lost_one_is_forgotten(tmp_path: 
 # -- settings ---------------------------------------------------------------------------------------------------------
 
 
-def test_settings_are_read_again_when_they_change_and_garbage_is_empty(tmp_path: Path):
+def test_settings_are_read_again_when_they_change_and_garbage_is_empty(tmp_path):
     settings = look(Settings(tmp_path))
     assert settings.values == {}
     (tmp_path / "config.yaml").write_text("trainer:\n  total_steps: 7\n  odd: .nan\n")
@@ -140,7 +139,7 @@ def test_settings_are_read_again_when_they_change_and_garbage_is_empty(tmp_path:
 # -- metrics ----------------------------------------------------------------------------------------------------------
 
 
-def test_all_kinds_of_rows_are_read(tmp_path: Path):
+def test_all_kinds_of_rows_are_read(tmp_path):
     found = look(RecordedMetrics(make_run(tmp_path / "run", steps=40)))
     assert found.marks == (40, 9, 81, 8, 40, 2)
     assert found.steps["step"].tolist() == list(range(1, 41))
@@ -150,7 +149,7 @@ def test_all_kinds_of_rows_are_read(tmp_path: Path):
     assert "mine/of_a_hook" in found.metric_names() and "eval/correct" in found.metric_names("eval")
 
 
-def test_a_metric_is_read_on_request_and_then_only_what_was_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_metric_is_read_on_request_and_then_only_what_was_added(tmp_path, monkeypatch):
     folder = make_run(tmp_path / "run", steps=40)
     found = look(RecordedMetrics(folder))
     hook = found.read_metrics("mine/of_a_hook")
@@ -167,7 +166,7 @@ def test_a_metric_is_read_on_request_and_then_only_what_was_added(tmp_path: Path
     assert both["tokens"].tolist() == [GROUPS * 4 * 15] * 3
 
 
-def test_garbage_and_half_lines_are_skipped_and_counted(tmp_path: Path):
+def test_garbage_and_half_lines_are_skipped_and_counted(tmp_path):
     folder = make_run(tmp_path / "run", steps=3)
     writer, found = Writer(folder, steps=3), look(RecordedMetrics(folder))
     deep = b'{"kind": "step", "step": 4, "time": 1790000020, "x": ' + DEEP + b"}\n" + DEEP + b"\n"
@@ -181,7 +180,7 @@ def test_garbage_and_half_lines_are_skipped_and_counted(tmp_path: Path):
     assert found.steps["rollout/reward_mean"][3] == 0.5 and np.isnan(found.steps["avg_sample_age"][4])
 
 
-def test_steps_that_are_trained_again_replace_what_followed_them(tmp_path: Path):
+def test_steps_that_are_trained_again_replace_what_followed_them(tmp_path):
     folder = make_run(tmp_path / "run", steps=10)
     found = look(RecordedMetrics(folder))
     generation = found.generation
@@ -221,7 +220,7 @@ def test_columns_grow_and_rates_and_means_follow_the_clock():
 # -- traces -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_timeline_has_lanes_by_component_and_a_life_by_group(tmp_path: Path):
+def test_the_timeline_has_lanes_by_component_and_a_life_by_group(tmp_path):
     make_run(tmp_path, steps=6)
     found = window(look(RecordedTrace(tmp_path)))
     lanes = [(lane["part"], lane["name"]) for lane in found["lanes"]]
@@ -233,7 +232,7 @@ def test_the_timeline_has_lanes_by_component_and_a_life_by_group(tmp_path: Path)
     assert names.count("response") == 4 and names[-1] == "ready" and bars[0].about.tokens == 60
 
 
-def test_a_window_has_what_happened_in_it(tmp_path: Path):
+def test_a_window_has_what_happened_in_it(tmp_path):
     make_run(tmp_path, steps=40)
     trace = look(RecordedTrace(tmp_path))
     found = window(trace, 10, 12)
@@ -245,7 +244,7 @@ def test_a_window_has_what_happened_in_it(tmp_path: Path):
     assert merge("train", np.zeros((0, 2)), 0.01) == []
 
 
-def test_a_rotated_and_broken_trace_is_followed(tmp_path: Path):
+def test_a_rotated_and_broken_trace_is_followed(tmp_path):
     file = write_lines(tmp_path / "trace/trainer-1.jsonl", trace_lines(2)[0])
     trace = RecordedTrace(tmp_path)
     assert window(trace)["recorded"] is False
@@ -257,7 +256,7 @@ def test_a_rotated_and_broken_trace_is_followed(tmp_path: Path):
     assert sum(bar.count for lane in found["lanes"] if lane["name"] == "train" for bar in lane["bars"]) == 4
 
 
-def test_the_newest_part_of_a_long_trace_is_kept_of_every_component(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_newest_part_of_a_long_trace_is_kept_of_every_component(tmp_path, monkeypatch):
     trainer, rollouter = trace_lines(40)
     write_lines(tmp_path / "trace/trainer-1.jsonl", trainer)
     for number in range(6):
@@ -277,7 +276,7 @@ def test_the_newest_part_of_a_long_trace_is_kept_of_every_component(tmp_path: Pa
     assert len({lane["part"] for lane in found["lanes"]}) == 7
 
 
-def test_tracks_are_lanes_and_other_events_are_ignored(tmp_path: Path):
+def test_tracks_are_lanes_and_other_events_are_ignored(tmp_path):
     same = {"ph": "X", "cat": "span", "name": "load", "pid": "sync", "ts": 1e15, "dur": 5, "args": {}}
     events = [{**same, "tid": "rollouter-0"}, {**same, "tid": "rollouter-1"}, {**same, "tid": "main", "name": "sync"}]
     events += [{"ph": kind, "name": "groups", "pid": "main", "ts": 1, "args": {"queue_size": 1}} for kind in "Ci"]
@@ -293,7 +292,7 @@ def test_tracks_are_lanes_and_other_events_are_ignored(tmp_path: Path):
 # -- samples ----------------------------------------------------------------------------------------------------------
 
 
-def test_samples_are_listed_newest_first_and_found(tmp_path: Path):
+def test_samples_are_listed_newest_first_and_found(tmp_path):
     make_run(tmp_path, steps=1)
     samples = Samples(tmp_path)
     assert samples.page()["total"] == 0
@@ -305,7 +304,7 @@ def test_samples_are_listed_newest_first_and_found(tmp_path: Path):
     assert samples.page(find="APPLES")["found"] == 60 and samples.page(find="pears")["found"] == 0
 
 
-def test_a_sample_is_read_in_full_by_its_place_in_the_file(tmp_path: Path):
+def test_a_sample_is_read_in_full_by_its_place_in_the_file(tmp_path):
     found = [sample_row(0), sample_row(1, text="ünï\ncode"), sample_row(2)]
     path = tmp_path / "samples/rollouter-0-1.jsonl"
     path.parent.mkdir()
@@ -320,7 +319,7 @@ def test_a_sample_is_read_in_full_by_its_place_in_the_file(tmp_path: Path):
     assert look(samples).page()["total"] == 0 and samples.read("1") is None and samples.read("../x") is None
 
 
-def test_the_oldest_of_too_many_samples_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_oldest_of_too_many_samples_are_dropped(tmp_path, monkeypatch):
     monkeypatch.setattr(samples_module, "MOST_CARDS", 3)
     write_lines(tmp_path / "samples/rollouter-0-1.jsonl", [sample_row(ordinal) for ordinal in (7, 8, 9)])
     write_lines(tmp_path / "samples/rollouter-1-1.jsonl", [sample_row(ordinal) for ordinal in (1, 2, 10)])

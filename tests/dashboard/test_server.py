@@ -75,7 +75,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("path", ["/", "/static/app.js", "/api/runs", "/api/runs/run", "/api/runs/run/events", "/no"])
-async def test_without_the_token_nothing_is_shown_and_the_way_in_is_said(opened: Any, folder: Path, path: str):
+async def test_without_the_token_nothing_is_shown_and_the_way_in_is_said(opened, folder, path):
     page = await opened(folder)
     wrong = [{"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {TOKEN}"}, {"Cookie": "freewheel=x"}]
     for given in ({}, *wrong):
@@ -84,7 +84,7 @@ async def test_without_the_token_nothing_is_shown_and_the_way_in_is_said(opened:
             assert "freewheel dashboard RUN" in await reply.text()
 
 
-async def test_the_token_in_the_address_becomes_a_cookie_of_this_port(opened: Any, folder: Path):
+async def test_the_token_in_the_address_becomes_a_cookie_of_this_port(opened, folder):
     page = await opened(folder)
     async with page.session.get(f"{page.root}/?token={TOKEN}", allow_redirects=False) as reply:
         assert (reply.status, reply.headers["Location"]) == (303, "/")
@@ -106,7 +106,7 @@ def test_tokens_are_long_and_never_the_same():
     assert door.knows("ünï") and not door.knows("") and not door.knows(None) and not door.knows("\udcff")
 
 
-async def test_every_reply_forbids_foreign_scripts_and_frames_and_nothing_can_be_changed(opened: Any, folder: Path):
+async def test_every_reply_forbids_foreign_scripts_and_frames_and_nothing_can_be_changed(opened, folder):
     page = await opened(folder)
     for path in ("/", "/static/app.js", "/api/runs/run", "/api/no", "/api/runs/run/events"):
         async with await page.get(path) as reply:
@@ -124,7 +124,7 @@ async def test_every_reply_forbids_foreign_scripts_and_frames_and_nothing_can_be
 # -- what is served ---------------------------------------------------------------------------------------------------
 
 
-async def test_the_page_names_no_other_host(opened: Any, folder: Path):
+async def test_the_page_names_no_other_host(opened, folder):
     page = await opened(folder)
     assets = [path.relative_to(STATIC).as_posix() for path in STATIC.rglob("*") if path.is_file()]
     assert {"index.html", "app.js", "views/overview.js"} <= set(assets)
@@ -157,7 +157,7 @@ def test_every_span_has_its_own_colour_in_both_themes():
         "/api/runs/run/prompts/x", "/api/runs/no", "/api/runs/run/series?name=%00", "/no", "/api",
     ],
 )  # fmt: skip
-async def test_no_address_leads_out(opened: Any, folder: Path, path: str):
+async def test_no_address_leads_out(opened, folder, path):
     import yarl
 
     page = await opened(folder)
@@ -167,7 +167,7 @@ async def test_no_address_leads_out(opened: Any, folder: Path, path: str):
         assert "error" in await reply.json()
 
 
-async def test_every_view_has_its_answer(opened: Any, folder: Path):
+async def test_every_view_has_its_answer(opened, folder):
     page = await opened(folder)
     (run,) = (await page.json("/api/runs"))["runs"]
     assert (run["id"], run["step"], run["state"]) == ("run", 20, "ended")
@@ -186,7 +186,7 @@ async def test_every_view_has_its_answer(opened: Any, folder: Path):
     assert len((await page.json("/api/compare?runs=run&metric=eval/reward&kind=eval"))["runs"]) == 1
 
 
-async def test_a_live_run_is_listed_first(opened: Any, tmp_path: Path):
+async def test_a_live_run_is_listed_first(opened, tmp_path):
     for name, began in (("a", 10), ("b", 20), ("c", 30)):
         make_run(tmp_path / name, steps=1)
         os.utime(tmp_path / name / "config.yaml", (began, began))
@@ -208,15 +208,13 @@ async def test_a_live_run_is_listed_first(opened: Any, tmp_path: Path):
         ("compare?runs=no", 404),
     ],
 )
-async def test_a_wrong_question_is_refused_with_a_remedy(opened: Any, folder: Path, path: str, status: int):
+async def test_a_wrong_question_is_refused_with_a_remedy(opened, folder, path, status):
     page = await opened(folder)
     async with await page.get(f"/api/{path}") as reply:
         assert reply.status == status and re.search("give|name|no run", (await reply.json())["error"])
 
 
-async def test_an_invalid_request_is_refused_without_a_traceback(
-    opened: Any, folder: Path, caplog: pytest.LogCaptureFixture
-):
+async def test_an_invalid_request_is_refused_without_a_traceback(opened, folder, caplog):
     page = await opened(folder)
     reader, writer = await asyncio.open_connection("127.0.0.1", int(page.root.rpartition(":")[2]))
     writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(9))
@@ -232,7 +230,7 @@ DEEP_ROW = (
 """What a reader of any of the files takes for its own, and cannot read to its end."""
 
 
-async def test_garbage_in_every_file_shows_what_can_be_shown(opened: Any, folder: Path):
+async def test_garbage_in_every_file_shows_what_can_be_shown(opened, folder):
     for path in (*folder.glob("*.jsonl"), *folder.glob("*/*.jsonl")):
         with path.open("ab") as file:
             file.write(b'\x00\xff\n{"kind": "pulse"}\n{"ph": 1}\n[]\n"x"\n' + b"{" * 10_000 + b"\n" + DEEP + b"\n")
@@ -252,7 +250,7 @@ async def test_garbage_in_every_file_shows_what_can_be_shown(opened: Any, folder
     assert (await page.json("/api/runs/run"))["state"] == "removed", "a removed run ends nothing"
 
 
-async def test_a_slow_audit_delays_no_other_view(opened: Any, folder: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_a_slow_audit_delays_no_other_view(opened, folder, monkeypatch):
     begun, may_end = threading.Event(), threading.Event()
 
     def audit(folder: Path) -> dict[str, Any]:
@@ -312,7 +310,7 @@ async def listen_to(page: Page, cursor: str | None = None, **headers: str) -> As
         yield listening
 
 
-async def test_added_rows_are_sent_once_and_a_client_continues_after_a_break(opened: Any, folder: Path):
+async def test_added_rows_are_sent_once_and_a_client_continues_after_a_break(opened, folder):
     page, writer = await opened(folder), Writer(folder, steps=20)
     cursor = (await page.json("/api/runs/run"))["cursor"]
     async with listen_to(page) as listening:
@@ -327,7 +325,7 @@ async def test_added_rows_are_sent_once_and_a_client_continues_after_a_break(ope
         assert json.loads((await listening.next())["data"])["steps"]["step"] == [23, 24, 25]
 
 
-async def test_half_a_line_is_sent_when_it_is_complete(opened: Any, folder: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_half_a_line_is_sent_when_it_is_complete(opened, folder, monkeypatch):
     looks = 0
 
     def count(view: Any, told: str) -> Any:
@@ -348,13 +346,13 @@ async def test_half_a_line_is_sent_when_it_is_complete(opened: Any, folder: Path
         assert json.loads((await listening.next())["data"])["steps"]["actor/loss"] == [1.5]
 
 
-async def test_a_silent_run_gives_signs_of_life(opened: Any, folder: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_a_silent_run_gives_signs_of_life(opened, folder, monkeypatch):
     monkeypatch.setattr(live, "ALIVE_S", 0.05)
     async with listen_to(await opened(folder)) as listening:
         assert await listening.next() == {"event": "alive", "data": "{}"}
 
 
-async def test_a_client_that_cannot_continue_is_told_to_reload(opened: Any, folder: Path):
+async def test_a_client_that_cannot_continue_is_told_to_reload(opened, folder):
     page = await opened(folder)
     for cursor in ("", "7.0.0.0.0.0.0"):
         async with listen_to(page, cursor) as listening:
@@ -367,7 +365,7 @@ async def test_a_client_that_cannot_continue_is_told_to_reload(opened: Any, fold
         assert event["data"] == "{}"
 
 
-async def test_a_stop_ends_all_streams(opened: Any, folder: Path):
+async def test_a_stop_ends_all_streams(opened, folder):
     runs = Runs([str(folder)], clock=lambda: 0.0)
     server = Server(runs, token=TOKEN)
     listening = listen("127.0.0.1", 0)
@@ -381,7 +379,7 @@ async def test_a_stop_ends_all_streams(opened: Any, folder: Path):
             assert not (await reply.content.read()).strip(b":\n"), "no event comes after the stop"
 
 
-async def test_the_number_of_streams_is_limited(opened: Any, folder: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_the_number_of_streams_is_limited(opened, folder, monkeypatch):
     monkeypatch.setattr(live, "MOST_STREAMS", 1)
     page = await opened(folder)
     cursor = (await page.json("/api/runs/run"))["cursor"]

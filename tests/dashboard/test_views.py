@@ -74,7 +74,7 @@ def view(tmp_path: Path) -> RunView:
     arrays.arrays(np.float64, st.integers(0, 400), elements=st.floats(allow_nan=True, allow_infinity=True, width=32)),
     st.integers(4, 60),
 )
-def test_a_thinned_curve_keeps_ends_extremes_and_order(values: np.ndarray, most: int):
+def test_a_thinned_curve_keeps_ends_extremes_and_order(values, most):
     kept = views.thin(values, most)
     places = np.flatnonzero(np.isfinite(values))
     assert len(kept) <= most and np.all(np.diff(kept) > 0) and np.isfinite(values[kept]).all()
@@ -85,7 +85,7 @@ def test_a_thinned_curve_keeps_ends_extremes_and_order(values: np.ndarray, most:
 
 
 @given(st.integers(0, 99_999))
-def test_a_spike_of_one_step_in_a_hundred_thousand_stays(where: int):
+def test_a_spike_of_one_step_in_a_hundred_thousand_stays(where):
     values = np.zeros(100_000)
     values[where] = 1.0
     assert where in views.thin(values) and where in views.thin(-values)
@@ -119,7 +119,7 @@ STEPS = list(range(100))
         ({}, "unknown"),
     ],
 )
-def test_a_run_learns_if_the_difference_is_clear(given: dict[str, list[float]], trend: str):
+def test_a_run_learns_if_the_difference_is_clear(given, trend):
     names = ("steps", "rewards", "eval_steps", "held_out", "errors")
     assert views.learning(**{name: np.array(given.get(name, []), float) for name in names}).trend == trend
 
@@ -127,7 +127,7 @@ def test_a_run_learns_if_the_difference_is_clear(given: dict[str, list[float]], 
 # -- the first view ---------------------------------------------------------------------------------------------------
 
 
-def test_the_first_view_answers_what_a_person_asks(view: RunView):
+def test_the_first_view_answers_what_a_person_asks(view):
     with view.reading():
         found = views.overview(view)
     json.dumps(found, allow_nan=False)
@@ -139,7 +139,7 @@ def test_the_first_view_answers_what_a_person_asks(view: RunView):
     assert [one["message"] for one in found["now"]["warnings"]] == ["slow judge"]
 
 
-def test_changes_since_a_cursor_are_exactly_what_was_added(view: RunView):
+def test_changes_since_a_cursor_are_exactly_what_was_added(view):
     with view.reading():
         told = views.cursor(view)
         assert views.changes(view, told)["steps"] == {}
@@ -156,7 +156,7 @@ def test_changes_since_a_cursor_are_exactly_what_was_added(view: RunView):
         assert views.changes(view, told) is None, "a client that missed too much fetches everything"
 
 
-def test_a_part_of_a_curve_is_sent_in_more_detail(view: RunView):
+def test_a_part_of_a_curve_is_sent_in_more_detail(view):
     write_lines(view.folder / "metrics.jsonl", (step_row(one, 9_000) for one in range(41, 9_000)), "ab")
     with view.reading():
         assert len(views.series(view, "actor/loss", "step", None, None)["x"]) <= 1_500
@@ -164,7 +164,7 @@ def test_a_part_of_a_curve_is_sent_in_more_detail(view: RunView):
         assert views.series(view, "no/such", "step", None, None) is None
 
 
-def test_the_mean_throughput_is_the_same_in_every_view(tmp_path: Path):
+def test_the_mean_throughput_is_the_same_in_every_view(tmp_path):
     speeds = [(float(at), 1000.0) for at in range(1, 101)] + [(100 + 9.5 * at, 100.0) for at in range(1, 101)]
     pulses = [{"kind": "pulse", "time": BEGAN_S + at, "tokens_per_s": speed} for at, speed in speeds]
     write_lines(tmp_path / "metrics.jsonl", [{"kind": "event", "time": BEGAN_S}, *pulses])
@@ -173,7 +173,7 @@ def test_the_mean_throughput_is_the_same_in_every_view(tmp_path: Path):
     assert now(tmp_path)["tokens_per_s"] == compared["tokens_per_s"] == mean
 
 
-def test_the_state_and_the_verdict_follow_the_run(tmp_path: Path):
+def test_the_state_and_the_verdict_follow_the_run(tmp_path):
     folder = tmp_path / "run"
     assert open_view(folder).state == "waiting"
     make_run(folder, steps=4, total=100, killed=True)
@@ -189,7 +189,7 @@ def test_the_state_and_the_verdict_follow_the_run(tmp_path: Path):
 # -- gaps in the records ----------------------------------------------------------------------------------------------
 
 
-def test_a_run_without_metrics_says_how_far_it_came(tmp_path: Path):
+def test_a_run_without_metrics_says_how_far_it_came(tmp_path):
     folder = make_run(tmp_path / "run", steps=12)
     (folder / "final").mkdir()
     assert now(folder)["missing"] == []
@@ -211,7 +211,7 @@ def test_a_run_without_metrics_says_how_far_it_came(tmp_path: Path):
     assert found["step"] == 4 and found["learning"]["words"].startswith("Too early"), "all its rows would not tell"
 
 
-def test_an_unreadable_journal_is_reported_and_read_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_unreadable_journal_is_reported_and_read_later(tmp_path, monkeypatch):
     folder = make_run(tmp_path / "run", steps=3)
     write_journal(folder, steps=12)
     (folder / "checkpoints/step_4").mkdir(parents=True)
@@ -229,7 +229,7 @@ def test_an_unreadable_journal_is_reported_and_read_later(tmp_path: Path, monkey
         assert views.now(view)["step"] == 12
 
 
-def test_lost_and_unreadable_rows_are_counted(tmp_path: Path):
+def test_lost_and_unreadable_rows_are_counted(tmp_path):
     folder = make_run(tmp_path / "run", steps=20)
     kept = [one for one in rows(20) if one["kind"] != "step" or one["step"] in (1, 2, 20)]
     write_lines(folder / "metrics.jsonl", kept)
@@ -250,7 +250,7 @@ def test_lost_and_unreadable_rows_are_counted(tmp_path: Path):
 # -- judge and weights ------------------------------------------------------------------------------------------------
 
 
-def test_the_numbers_of_the_judge_add_up(view: RunView):
+def test_the_numbers_of_the_judge_add_up(view):
     with view.reading():
         found = views.judge(view)
     judge = found["judge"]
@@ -269,7 +269,7 @@ def test_the_numbers_of_the_judge_add_up(view: RunView):
         ({"halted": "401: no such key"}, True, "401: no such key"),
     ],
 )
-def test_a_judge_that_is_down_is_described(view: RunView, changes: dict[str, str], live: bool, state: str):
+def test_a_judge_that_is_down_is_described(view, changes, live, state):
     row = statistics_row(95, 40)
     judge = row["rollouter"]["rewards"]["judge"]
     (end,) = judge["endpoints"]
@@ -286,7 +286,7 @@ def test_a_judge_that_is_down_is_described(view: RunView, changes: dict[str, str
     assert curves["faults_per_s"]["y"][-1] > 50 > 1 > curves["failed_per_s"]["y"][-1], "calls fail before verdicts do"
 
 
-def test_the_curve_of_failed_calls_survives_restarts(view: RunView):
+def test_the_curve_of_failed_calls_survives_restarts(view):
     row = statistics_row(95, 40)
     judge = row["rollouter"]["rewards"]["judge"]
     judge["endpoints"][0]["faults"] = {"overloaded": 1}  # a restarted replica counts from 0 again
@@ -300,7 +300,7 @@ def test_the_curve_of_failed_calls_survives_restarts(view: RunView):
 @pytest.mark.parametrize(
     ("mode", "at", "behind"), [("fully_async", 37, 0), ("fully_async", 36, 4), ("sync", 39, 0), ("sync", 38, 2)]
 )
-def test_an_engine_is_behind_if_it_lags_more_than_staleness_allows(tmp_path: Path, mode: str, at: int, behind: int):
+def test_an_engine_is_behind_if_it_lags_more_than_staleness_allows(tmp_path, mode, at, behind):
     folder = make_run(tmp_path / "run", steps=40, mode=mode)
     row = statistics_row(90, 40)
     row["sync"] |= {"versions": {"rollouter-0": at, "rollouter-1": 0}, "fenced": ["rollouter-1"]}
@@ -323,7 +323,7 @@ GARBAGE = (
 
 
 @pytest.mark.parametrize("config", GARBAGE, ids=lambda text: text[:30])
-def test_meaningless_settings_are_as_good_as_none(tmp_path: Path, config: str):
+def test_meaningless_settings_are_as_good_as_none(tmp_path, config):
     folder = make_run(tmp_path / "run", steps=40, killed=True)
     Writer(folder, steps=40).add(statistics_row(90, 40))
     (folder / "config.yaml").write_text(config)
@@ -340,14 +340,14 @@ def test_meaningless_settings_are_as_good_as_none(tmp_path: Path, config: str):
 # -- which runs -------------------------------------------------------------------------------------------------------
 
 
-def test_compared_runs_show_the_settings_that_differ(tmp_path: Path):
+def test_compared_runs_show_the_settings_that_differ(tmp_path):
     names = [str(make_run(tmp_path / f"run-{seed}", steps=20, seed=seed)) for seed in (0, 1)]
     found = views.compare(Runs(names, clock=lambda: 0.0).all(), "eval/reward", "eval")
     assert [len(run["curve"]["x"]) for run in found["runs"]] == [5, 5]
     assert found["differing"] == [{"key": "seed", "values": ["0", "1"]}] and "step actor/loss" in found["metrics"]
 
 
-def test_a_folder_of_runs_gives_the_newest_first_and_finds_new_ones(tmp_path: Path):
+def test_a_folder_of_runs_gives_the_newest_first_and_finds_new_ones(tmp_path):
     for name, began in (("a-1", 30), ("a-2", 10), ("b-1", 20), ("b-2", 20)):
         make_run(tmp_path / name, steps=1)
         os.utime(tmp_path / name / "config.yaml", (began, began))
@@ -360,7 +360,7 @@ def test_a_folder_of_runs_gives_the_newest_first_and_finds_new_ones(tmp_path: Pa
     assert [view.id for view in Runs(alike, clock=lambda: 0.0).all()] == ["same_run", "same_run-2"]
 
 
-def test_what_is_no_run_is_refused_or_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_is_no_run_is_refused_or_skipped(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="no such folder"):
         Runs([str(tmp_path / "none")], clock=lambda: 0.0)
     with pytest.raises(ConfigError, match="no run is in it"):
@@ -379,7 +379,7 @@ def test_what_is_no_run_is_refused_or_skipped(tmp_path: Path, monkeypatch: pytes
     assert [view.id for view in Runs([str(tmp_path)], clock=lambda: 0.0).all()] == ["mine"]
 
 
-def test_a_removed_run_stays_as_it_was_read(tmp_path: Path):
+def test_a_removed_run_stays_as_it_was_read(tmp_path):
     folder, unread, later = make_run(tmp_path / "run", steps=5), make_run(tmp_path / "b", steps=1), tmp_path / "later"
     runs = Runs([str(folder), str(unread)], clock=lambda: 0.0)
     view, other = runs.all()

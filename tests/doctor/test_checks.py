@@ -45,7 +45,7 @@ def use_disk(monkeypatch: pytest.MonkeyPatch) -> Any:
 # -- checks -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_check_that_hangs_or_breaks_is_a_finding_and_the_others_are_made() -> None:
+def test_a_check_that_hangs_or_breaks_is_a_finding_and_the_others_are_made():
     def breaks() -> list[Finding]:
         raise RuntimeError("odd")
 
@@ -70,13 +70,11 @@ def test_a_check_that_hangs_or_breaks_is_a_finding_and_the_others_are_made() -> 
         ("pass", 20, "it ended with exit code 0 and no message"),
     ],
 )
-def test_a_child_process_reports_why_it_has_no_answer(code: str, limit_s: float, why: str) -> None:
+def test_a_child_process_reports_why_it_has_no_answer(code, limit_s, why):
     assert run_in_child(code, limit_s=limit_s) == ChildAnswer(why=why)
 
 
-def test_a_child_process_ignores_modules_of_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_child_process_ignores_modules_of_the_working_directory(tmp_path, monkeypatch):
     (tmp_path / "json.py").write_text("raise RuntimeError('shadow')\n")
     monkeypatch.chdir(tmp_path)
     assert run_in_child("import json; print('noise'); print(json.dumps({'a': 1}))", limit_s=20).values == {"a": 1}
@@ -86,10 +84,9 @@ def test_a_child_process_ignores_modules_of_the_working_directory(
 
 
 @pytest.mark.parametrize(
-    ("release", "state"),
-    [((3, 10, 4), "problem"), ((3, 11, 0), "ok"), ((3, 13, 9), "ok"), ((3, 14, 0), "problem")],
+    ("release", "state"), [((3, 10, 4), "problem"), ((3, 11, 0), "ok"), ((3, 13, 9), "ok"), ((3, 14, 0), "problem")]
 )
-def test_python_is_compared_with_the_metadata(release: tuple[int, ...], state: str) -> None:
+def test_python_is_compared_with_the_metadata(release, state):
     found = software.python_release(release, "<3.14,>=3.11")
     assert found.state == state
     if state == "problem":
@@ -104,7 +101,7 @@ def test_python_is_compared_with_the_metadata(release: tuple[int, ...], state: s
         ("uvloop>=0.21; sys_platform != 'win32'", Requirement("uvloop", ((">=", "0.21"),))),
     ],
 )
-def test_a_requirement_is_read_from_the_metadata(line: str, requirement: Requirement) -> None:
+def test_a_requirement_is_read_from_the_metadata(line, requirement):
     assert software.parsed(line) == requirement
 
 
@@ -126,18 +123,18 @@ NEEDS = [
         ({"torch": "2.13", "ray": "3.0"}, True, ["problem"], "aiohttp is missing"),
     ],
 )
-def test_incomplete_packages_are_named(have: dict[str, str], trains: bool, expected: list[str], text: str) -> None:
+def test_incomplete_packages_are_named(have, trains, expected, text):
     found = list(software.packages(trains=trains, needs=NEEDS, have=have.get))
     assert [one.state for one in found] == expected and text in found[-1].detail
     assert len(found) == 1 or found[-1].remedy == "pip install 'freewheel[train]'"
 
 
-def test_freewheel_run_from_its_source_does_not_know_its_packages() -> None:
+def test_freewheel_run_from_its_source_does_not_know_its_packages():
     (found,) = software.packages(have={"torch": "2.13"}.get)
     assert (found.state, found.remedy) == ("warning", "pip install -e '.[train]'") and "not installed" in found.detail
 
 
-def test_python_packages_and_torch_of_this_environment_are_fine() -> None:
+def test_python_packages_and_torch_of_this_environment_are_fine():
     found = [software.python_release(), *software.packages(), *software.torch(machine.read_driver())]
     assert set(states(found).values()) == {"ok"}, found
 
@@ -154,9 +151,7 @@ def test_python_packages_and_torch_of_this_environment_are_fine() -> None:
         (None, None, "problem", "it cannot be imported: ImportError: libcudart.so.12"),
     ],
 )
-def test_torch_is_compared_with_driver_and_gpus(
-    monkeypatch: pytest.MonkeyPatch, answer: dict[str, Any] | None, driver: GpuDriver | None, state: str, text: str
-) -> None:
+def test_torch_is_compared_with_driver_and_gpus(monkeypatch, answer, driver, state, text):
     child = ChildAnswer(why="ImportError: libcudart.so.12") if answer is None else ChildAnswer(values=TORCH | answer)
     monkeypatch.setattr(software, "run_in_child", lambda code, limit_s: child)
     (found,) = software.torch(driver)
@@ -169,9 +164,7 @@ def test_torch_is_compared_with_driver_and_gpus(
     ("release", "wanted", "expected"),
     [(None, False, ["ok"]), (None, True, []), ("0.9.2", False, ["warning"]), ("0.24.0", True, ["ok"])],
 )
-def test_vllm_is_reported_unless_the_configuration_reports_it(
-    monkeypatch: pytest.MonkeyPatch, release: str | None, wanted: bool, expected: list[str]
-) -> None:
+def test_vllm_is_reported_unless_the_configuration_reports_it(monkeypatch, release, wanted, expected):
     monkeypatch.setattr(api, "installed", lambda: release)
     assert [one.state for one in software.vllm(wanted=wanted)] == expected
 
@@ -191,7 +184,7 @@ SMI = """<?xml version="1.0" ?>
 </nvidia_smi_log>"""
 
 
-def test_nvidia_smi_is_read() -> None:
+def test_nvidia_smi_is_read():
     driver = machine.parse_driver(SMI)
     assert (driver.release, driver.cuda, len(driver.gpus)) == ("570.86.10", "12.8", 2)
     assert driver.gpus[1].holders == (GpuProcess(process=4711, name="python, a", n_bytes=89000 * MIB),)
@@ -216,9 +209,7 @@ FULL, SMALL = replace(H200, used_bytes=100 * GIB), replace(H200, index=1, total_
         ((FULL,), 0, ["warning"], "held by processes that cannot be seen from here"),
     ],
 )
-def test_a_gpu_is_compared_with_what_the_run_needs(
-    cards: tuple[GpuCard, ...], needed: int, expected: list[str], text: str
-) -> None:
+def test_a_gpu_is_compared_with_what_the_run_needs(cards, needed, expected, text):
     found = list(machine.check_gpus(GpuDriver(gpus=cards), {}, needed_bytes=needed * GIB))
     assert [one.state for one in found] == expected and text in found[-1].detail
 
@@ -231,9 +222,7 @@ def test_a_gpu_is_compared_with_what_the_run_needs(
         (DRIVER, {"CUDA_VISIBLE_DEVICES": ""}, "warning", "unset CUDA_VISIBLE_DEVICES"),
     ],
 )
-def test_a_machine_without_usable_gpus_says_why(
-    driver: GpuDriver, environ: dict[str, str], state: str, remedy: str
-) -> None:
+def test_a_machine_without_usable_gpus_says_why(driver, environ, state, remedy):
     (found,) = machine.check_gpus(driver, environ)
     assert (found.state, found.remedy) == (state, remedy)
 
@@ -247,9 +236,7 @@ def test_a_machine_without_usable_gpus_says_why(
         ("echo no xml", "nvidia-smi cannot be run"),
     ],
 )
-def test_nvidia_smi_itself_may_hang_or_fail(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, why: str
-) -> None:
+def test_nvidia_smi_itself_may_hang_or_fail(tmp_path, monkeypatch, script, why):
     program = tmp_path / "nvidia-smi"
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
@@ -269,9 +256,7 @@ def test_nvidia_smi_itself_may_hang_or_fail(
         (8 * GIB, GIB // 2, 3 * GIB, "warning", "a version of the weights takes 3.0 GiB", "size=6G"),
     ],
 )
-def test_shared_memory_needs_room_for_the_weights(
-    tmp_path: Path, use_disk: Any, total: int, free: int, needed: int, state: str, text: str, remedy: str
-) -> None:
+def test_shared_memory_needs_room_for_the_weights(tmp_path, use_disk, total, free, needed, state, text, remedy):
     use_disk(total, free)
     (found,) = machine.check_shared_memory(folder=tmp_path, needed_bytes=needed)
     assert found.state == state and text in found.detail and remedy in found.remedy
@@ -285,7 +270,7 @@ def leave(folder: Path, name: str, n_bytes: int = 8192) -> Path:
     return path
 
 
-def test_files_that_dead_processes_left_are_found_and_no_others(tmp_path: Path) -> None:
+def test_files_that_dead_processes_left_are_found_and_no_others(tmp_path):
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     dead = [leave(tmp_path, "psm_0123abcd", 1 << 20), leave(tmp_path, f"freewheel-weights-{gone.pid}-ab")]
@@ -304,7 +289,7 @@ def test_files_that_dead_processes_left_are_found_and_no_others(tmp_path: Path) 
     assert sorted(machine.find_leftovers(tmp_path)) == sorted([str(mapped), str(opened)])
 
 
-def test_a_command_lists_the_largest_leftovers_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_command_lists_the_largest_leftovers_only(monkeypatch, tmp_path):
     files = {f"/dev/shm/psm_{n}": n * 16 * MIB for n in range(machine.NAMED + 5)}
     monkeypatch.setattr(machine, "find_leftovers", lambda folder: files)
     *_, found = machine.check_shared_memory(folder=tmp_path)
@@ -315,7 +300,7 @@ def test_a_command_lists_the_largest_leftovers_only(monkeypatch: pytest.MonkeyPa
 # -- disks ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_disk_is_measured_and_nothing_is_left_on_it(tmp_path: Path) -> None:
+def test_a_disk_is_measured_and_nothing_is_left_on_it(tmp_path):
     first, *_ = machine.check_run_folder(str(tmp_path / "runs" / "one"))
     assert first.state is not State.PROBLEM and str(tmp_path) in first.detail
     assert not list(tmp_path.iterdir())
@@ -333,9 +318,9 @@ def test_a_disk_is_measured_and_nothing_is_left_on_it(tmp_path: Path) -> None:
     ],
 )
 def test_a_disk_needs_room_and_speed_and_must_be_local(
-    tmp_path: Path, use_disk: Any, monkeypatch: pytest.MonkeyPatch, free: int, needed: int, sync_s: float, kind: str,
-    expected: list[str], text: str,
-) -> None:  # fmt: skip
+    tmp_path, use_disk, monkeypatch, free, needed, sync_s, kind,
+    expected, text,
+):  # fmt: skip
     use_disk(200 * GIB, free)
     monkeypatch.setattr(machine, "measure_sync_s", lambda descriptor: sync_s)
     monkeypatch.setattr(machine, "find_file_system", lambda folder: kind)
@@ -343,13 +328,13 @@ def test_a_disk_needs_room_and_speed_and_must_be_local(
     assert [one.state for one in found] == expected and text in found[-1].detail
 
 
-def test_the_kind_of_a_disk_is_that_of_its_mount() -> None:
+def test_the_kind_of_a_disk_is_that_of_its_mount():
     mounts = ["overlay / overlay rw 0 0", "srv:/x /data nfs4 rw 0 0", "tmpfs /data/fast tmpfs rw 0 0"]
     folders = ("/data/runs", "/data/fast/runs", "/database")
     assert [machine.find_file_system(Path(folder), mounts) for folder in folders] == ["nfs4", "tmpfs", "overlay"]
 
 
-def test_a_folder_that_cannot_be_written_is_a_problem() -> None:
+def test_a_folder_that_cannot_be_written_is_a_problem():
     (runs,) = machine.check_run_folder("/proc/nothing/here")
     (ray,) = machine.check_ray_folder({"RAY_TMPDIR": "/proc/nothing/here"})
     (tmp,) = machine.check_ray_folder({"TMPDIR": "/proc/nothing/here"})
@@ -358,12 +343,12 @@ def test_a_folder_that_cannot_be_written_is_a_problem() -> None:
 
 
 @pytest.mark.parametrize(("free", "state"), [(4 * GIB, "warning"), (40 * GIB, "ok")])
-def test_a_full_disk_stops_ray(use_disk: Any, free: int, state: str) -> None:
+def test_a_full_disk_stops_ray(use_disk, free, state):
     use_disk(100 * GIB, free)
     assert states(machine.check_ray_folder({})) == {"Ray's folder": state}
 
 
-def test_a_folder_whose_name_is_too_long_for_rays_sockets_is_a_problem() -> None:
+def test_a_folder_whose_name_is_too_long_for_rays_sockets_is_a_problem():
     room = machine.SOCKET_BYTES - len("/" + machine.SOCKET.format(process=os.getpid()))
     longest = "/tmp/é" + "x" * (room - len("/tmp/é".encode()))
     (fits,) = machine.check_ray_folder({"RAY_TMPDIR": longest})
@@ -375,7 +360,7 @@ def test_a_folder_whose_name_is_too_long_for_rays_sockets_is_a_problem() -> None
 # -- limits -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_limits_of_this_host_can_be_read() -> None:
+def test_the_limits_of_this_host_can_be_read():
     here = machine.read_host()
     assert here.files > 0 and here.files_at_most >= here.files and 0 < here.memory_free < 1 << 60
     assert here.processes > here.processes_now >= 0
@@ -385,9 +370,7 @@ def test_the_limits_of_this_host_can_be_read() -> None:
     ("soft", "hard", "connections", "state"),
     [(1024, 1 << 20, 2048, "ok"), (1024, 1024, 0, "warning"), (4096, 4096, 4000, "warning"), (8192, 8192, 4000, "ok")],
 )
-def test_open_files_must_suffice_for_the_connections_of_a_judge(
-    soft: int, hard: int, connections: int, state: str
-) -> None:
+def test_open_files_must_suffice_for_the_connections_of_a_judge(soft, hard, connections, state):
     files, _ = machine.check_limits(replace(HOST, files=soft, files_at_most=hard), Needs(connections=connections))
     assert files.state == state
     if state == "warning" and connections:
@@ -395,7 +378,7 @@ def test_open_files_must_suffice_for_the_connections_of_a_judge(
 
 
 @pytest.mark.parametrize(("processes", "state"), [(900, "ok"), (899, "warning")])
-def test_a_run_needs_room_for_its_processes(processes: int, state: str) -> None:
+def test_a_run_needs_room_for_its_processes(processes, state):
     host = replace(HOST, processes=processes, processes_now=300)
     assert states(machine.check_limits(host, Needs()))["processes"] == state
 
@@ -409,15 +392,13 @@ def test_a_run_needs_room_for_its_processes(processes: int, state: str) -> None:
         (64, 0, 130, 8, "warning", "ok"),  # the size of the machine is unknown
     ],
 )
-def test_memory_and_cpus_are_compared_with_what_the_run_needs(
-    free: int, machine_gib: int, needed: int, threads: int, memory: str, cpus: str
-) -> None:
+def test_memory_and_cpus_are_compared_with_what_the_run_needs(free, machine_gib, needed, threads, memory, cpus):
     host, here = replace(HOST, memory_free=free * GIB), replace(MACHINE, memory_bytes=machine_gib * GIB)
     found = machine.check_memory_and_cpus(host, here, Needs(memory_bytes=needed * GIB, threads=threads))
     assert states(found) == {"memory": memory, "CPUs": cpus}
 
 
 @pytest.mark.parametrize(("limit", "used", "free"), [("max", 0, 8), (str(2 * GIB), GIB, 1), (str(64 * GIB), GIB, 8)])
-def test_a_container_has_the_memory_it_was_given(limit: str, used: int, free: int) -> None:
+def test_a_container_has_the_memory_it_was_given(limit, used, free):
     meminfo = "MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\n"
     assert machine.memory_free(meminfo, limit, used) == free * GIB

@@ -80,7 +80,7 @@ def examine(*arguments: object) -> tuple[dict[str, dict[str, str]], int]:
     return {one["what"]: one for one in findings}, code
 
 
-def test_on_a_good_machine_every_check_is_ok_and_nothing_is_left(elsewhere: Path) -> None:
+def test_on_a_good_machine_every_check_is_ok_and_nothing_is_left(elsewhere):
     by_name, code = examine()
     assert code == 0 and {one["state"] for one in by_name.values()} == {"ok"}, by_name
     assert {"Python", "freewheel", "torch", "GPU", "vLLM", "Ray", "shared memory", "run directory"} <= set(by_name)
@@ -97,9 +97,7 @@ def test_on_a_good_machine_every_check_is_ok_and_nothing_is_left(elsewhere: Path
         (1, 0, 1, "1 problem, 0 warnings: a run would fail."),
     ],
 )
-def test_the_lines_end_with_what_the_findings_mean(
-    monkeypatch: pytest.MonkeyPatch, total: int, free: int, code: int, summary: str
-) -> None:
+def test_the_lines_end_with_what_the_findings_mean(monkeypatch, total, free, code, summary):
     monkeypatch.setattr(placement, "_memory_bytes", lambda: total * GIB)
     monkeypatch.setattr(machine, "read_host", lambda: replace(WELL, memory_free=free * GIB))
     done = freewheel("doctor", "model.path=embedded")
@@ -108,7 +106,7 @@ def test_the_lines_end_with_what_the_findings_mean(
     assert lines[0].startswith("ok       Python") and "\x1b" not in done.stdout
 
 
-def test_a_gpu_that_cannot_be_asked_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_cannot_be_asked_is_reported_once(monkeypatch):
     def breaks() -> machine.GpuDriver:
         raise RuntimeError("odd")
 
@@ -126,7 +124,7 @@ def test_a_gpu_that_cannot_be_asked_is_reported_once(monkeypatch: pytest.MonkeyP
         ("rollout.engine=vllm", "vLLM is not installed: pip install"),
     ],
 )
-def test_a_setting_that_cannot_work_is_a_problem_of_the_configuration(setting: str, text: str) -> None:
+def test_a_setting_that_cannot_work_is_a_problem_of_the_configuration(setting, text):
     by_name, code = examine(setting)
     assert code == 1 and by_name["configuration"]["state"] == "problem" and text in by_name["configuration"]["detail"]
     assert ("vLLM" in by_name) == (setting != "rollout.engine=vllm"), "reported once"
@@ -158,7 +156,7 @@ def find_keys(*arguments: object) -> list[str]:
         (["resume=runs/one", "rollout.urls=[http://x]", "--config-name", "sync"], ["--config-name"]),
     ],
 )
-def test_every_refused_setting_is_reported_once(elsewhere: Path, arguments: list[str], keys: list[str]) -> None:
+def test_every_refused_setting_is_reported_once(elsewhere, arguments, keys):
     (elsewhere / "mine.yaml").write_text("seed: -1\ntrainer: {total_steps: 0, of: them}\nrollout: {n: many}\n")
     write_config(to_config({"run_dir": "runs/one"}))
     if arguments[0] == "FILE":
@@ -166,12 +164,12 @@ def test_every_refused_setting_is_reported_once(elsewhere: Path, arguments: list
     assert sorted(find_keys(*arguments)) == keys
 
 
-def test_a_file_that_is_no_yaml_is_reported_alone(elsewhere: Path) -> None:
+def test_a_file_that_is_no_yaml_is_reported_alone(elsewhere):
     (elsewhere / "mine.yaml").write_text("seed: [\n")
     assert find_keys("--config-path", elsewhere, "--config-name", "mine", "eval.prompts=-1") == ["config"]
 
 
-def test_a_cluster_that_is_gone_is_named(dead: str) -> None:
+def test_a_cluster_that_is_gone_is_named(dead):
     by_name, code = examine(f"ray.address={dead}")
     assert code == 1 and by_name["Ray"]["state"] == "problem" and dead in by_name["Ray"]["detail"]
     assert by_name["Ray"]["remedy"] == cluster.START_COMMAND
@@ -180,7 +178,7 @@ def test_a_cluster_that_is_gone_is_named(dead: str) -> None:
 # -- judges -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_judge_on_the_command_line_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_judge_on_the_command_line_is_asked(monkeypatch):
     monkeypatch.setenv("MY_KEY", KEY)
     with MockJudge(JudgeProfile(api_key=KEY, model="j")).in_thread() as server:
         asked = ("--judge", server.base_url, "--api-key-env", "MY_KEY")
@@ -191,7 +189,7 @@ def test_a_judge_on_the_command_line_is_asked(monkeypatch: pytest.MonkeyPatch) -
         assert by_name["judge"]["remedy"] == "--judge-model j"
 
 
-def test_the_judge_of_the_configuration_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_judge_of_the_configuration_is_asked(monkeypatch):
     with MockJudge(JudgeProfile()).in_thread() as server:
         setting = f"reward.judge={{api_endpoint: '{server.base_url}', model_name: j}}"
         by_name, _ = examine(setting)
@@ -209,7 +207,7 @@ def test_the_judge_of_the_configuration_is_asked(monkeypatch: pytest.MonkeyPatch
         (["--judge", "http://127.0.0.1:9/v1", "--api-key-env", "NOT_SET_ANYWHERE"], "that variable is not set"),
     ],
 )
-def test_a_judge_that_cannot_be_named_is_a_usage_error(flags: list[str], text: str) -> None:
+def test_a_judge_that_cannot_be_named_is_a_usage_error(flags, text):
     done = freewheel("doctor", *flags)
     assert done.exit_code == 2 and text in done.stderr
 
@@ -237,7 +235,7 @@ def examine_bare(folder: Path, *flags: str) -> tuple[dict[str, dict[str, str]], 
     return {one["what"]: one for one in json.loads(done.stdout)["findings"]}, done.returncode
 
 
-def test_without_torch_and_ray_it_names_what_to_install_and_can_ask_a_judge(tmp_path: Path) -> None:
+def test_without_torch_and_ray_it_names_what_to_install_and_can_ask_a_judge(tmp_path):
     by_name, code = examine_bare(tmp_path)
     training = by_name["training"]
     assert (code, training["state"], training["remedy"]) == (1, "problem", "pip install 'freewheel[train]'")
@@ -260,7 +258,7 @@ def plan_of(*, gpus: int = 0, **sections: Any) -> Plan:
     return resolve(to_config(sections), machine, model=model)
 
 
-def test_the_needs_of_a_run_follow_from_its_plan() -> None:
+def test_the_needs_of_a_run_follow_from_its_plan():
     plan = plan_of(rollout={"replicas": 2, "threads": 2})
     memory = sum(plan.memory_trainer.values()) + 2 * sum(plan.memory_replica.values())
     checkpoints = (plan.config.trainer.keep_last + 1) * (4 + 8 + 4) * GIB + 2 * 4 * GIB
@@ -278,7 +276,7 @@ def test_the_needs_of_a_run_follow_from_its_plan() -> None:
     assert (joined.actors, joined.memory_bytes, joined.threads, joined.gpu_bytes) == (0, 0, 0, 0), "in the cluster"
 
 
-def test_a_judges_connections_are_bounded_by_what_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_judges_connections_are_bounded_by_what_was_given(monkeypatch):
     judge = {"api_endpoint": "http://127.0.0.1:1/v1", "model_name": "j"}
     assert doctor_run.judge_connections(plan_of(reward={"judge": judge})) == 0, "without a key it is off"
     monkeypatch.setenv("OPENAI_API_KEY", "sk-some-some-some")
@@ -298,7 +296,7 @@ def dry_run(*settings: str) -> str:
     return " ".join(done.stdout.split()).partition(AGAINST)[2]
 
 
-def test_a_dry_run_lists_what_the_machine_lacks_for_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_lists_what_the_machine_lacks_for_the_run(monkeypatch):
     assert dry_run() == ""
     monkeypatch.setattr(machine, "read_host", lambda: replace(WELL, files=256, files_at_most=256))
     against = dry_run("reward.judge={api_endpoint: 'http://127.0.0.1:1/v1'}")
@@ -306,7 +304,7 @@ def test_a_dry_run_lists_what_the_machine_lacks_for_the_run(monkeypatch: pytest.
     assert "open files: a process may have 256" in against
 
 
-def test_a_dry_run_names_who_else_uses_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_names_who_else_uses_the_gpu(monkeypatch):
     card = machine.GpuCard(index=0, name="H200", total_bytes=140 * GIB, used_bytes=130 * GIB)
     monkeypatch.setattr(machine, "read_driver", lambda: machine.GpuDriver(gpus=(card,)))
     (found,) = doctor_run.find_concerns(plan_of(gpus=1))
@@ -321,7 +319,7 @@ def test_a_dry_run_names_who_else_uses_the_gpu(monkeypatch: pytest.MonkeyPatch) 
         ("ray.address=DEAD", "ray.address = 'DEAD': nobody takes a connection there"),
     ],
 )
-def test_a_dry_run_lists_what_a_run_refuses(elsewhere: Path, dead: str, settings: str, text: str) -> None:
+def test_a_dry_run_lists_what_a_run_refuses(elsewhere, dead, settings, text):
     given = settings.replace("DEAD", dead).split()
     assert text.replace("DEAD", dead) in dry_run(*given)
     done = freewheel("train", *given)
@@ -329,7 +327,7 @@ def test_a_dry_run_lists_what_a_run_refuses(elsewhere: Path, dead: str, settings
     assert not list(elsewhere.iterdir())
 
 
-def test_ports_that_are_taken_are_reported(dead: str) -> None:
+def test_ports_that_are_taken_are_reported(dead):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         settings = (f"observe.dashboard_port={port}", f"observe.prometheus_port={port}")
@@ -345,7 +343,7 @@ def test_ports_that_are_taken_are_reported(dead: str) -> None:
     assert code == 0 and by_name["port"]["remedy"] == "observe.dashboard_port=0", "free, and given twice"
 
 
-def test_a_dry_run_checks_the_folder_of_a_resumed_run(elsewhere: Path) -> None:
+def test_a_dry_run_checks_the_folder_of_a_resumed_run(elsewhere):
     write_config(to_config({"run_dir": "runs/one"}))
     with RunLock("runs/one"):
         against = dry_run("resume=runs/one")
@@ -359,7 +357,7 @@ def test_a_dry_run_checks_the_folder_of_a_resumed_run(elsewhere: Path) -> None:
     assert dry_run("resume=runs/one") == ""
 
 
-def test_findings_are_listed_by_weight() -> None:
+def test_findings_are_listed_by_weight():
     findings = [
         Finding(what="first", state=State.WARNING, detail="little"),
         Finding(what="second", state=State.PROBLEM, detail="much", remedy="mend it"),

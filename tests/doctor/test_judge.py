@@ -25,7 +25,7 @@ def asked(profile: JudgeProfile, *, model: str = "any", **settings: Any) -> tupl
         return found, server.counts().received
 
 
-def test_a_judge_that_answers_is_well_and_was_asked_once() -> None:
+def test_a_judge_that_answers_is_well_and_was_asked_once():
     found, calls = asked(JudgeProfile())
     assert (found.what, found.state, found.remedy, calls) == ("judge", State.OK, "", 1)
     assert "a score of" in found.detail and "any" in found.detail
@@ -50,15 +50,13 @@ def test_a_judge_that_answers_is_well_and_was_asked_once() -> None:
     ],
     ids=lambda value: next(iter(value), "") if isinstance(value, dict) else "",
 )
-def test_what_is_wrong_is_told_apart_and_costs_one_call(
-    profile: dict[str, Any], state: State, said: str, remedy: str
-) -> None:
+def test_what_is_wrong_is_told_apart_and_costs_one_call(profile, state, said, remedy):
     found, calls = asked(JudgeProfile(**profile))
     assert found.state is state and said in found.detail, found
     assert found.remedy.startswith(remedy) and calls == 1
 
 
-def test_a_key_that_is_refused_is_named_by_where_it_came_from_and_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_that_is_refused_is_named_by_where_it_came_from_and_never_shown(monkeypatch):
     found, _ = asked(JudgeProfile(api_key=KEY))
     assert "no key was sent: set OPENAI_API_KEY" in found.detail
     monkeypatch.setenv("MY_KEY", "sk-wrong-wrong-wrong")
@@ -69,13 +67,13 @@ def test_a_key_that_is_refused_is_named_by_where_it_came_from_and_never_shown(mo
     assert asked(JudgeProfile(api_key=KEY), api_key_env="MY_KEY")[0].state is State.OK
 
 
-def test_a_judge_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_judge_that_hangs_is_given_up(monkeypatch):
     monkeypatch.setattr(judging, "CALL_S", 0.3)
     found, _ = asked(JudgeProfile(hang_share=1.0))
     assert found.state is State.PROBLEM and "it does not answer in time: no answer within 0.3 s" in found.detail
 
 
-def test_where_nobody_listens_nobody_answers() -> None:
+def test_where_nobody_listens_nobody_answers():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
@@ -85,7 +83,7 @@ def test_where_nobody_listens_nobody_answers() -> None:
     assert found.remedy == f"curl -v {url}/chat/completions"
 
 
-def test_each_endpoint_is_asked_whatever_happens_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_endpoint_is_asked_whatever_happens_to_another(monkeypatch):
     ask = judging.ask
 
     def break_once(config: JudgeConfig, endpoint: Endpoint, *, model_key: str) -> list[Finding]:
@@ -117,9 +115,7 @@ SETTINGS = {"api_endpoint": "http://127.0.0.1:1/v1", "model_name": "m"}
         ({"peak_ratio": 0.2}, KEY, ["ok"]),  # a key never goes to an endpoint that nobody named
     ],
 )
-def test_the_judge_of_a_run_needs_an_endpoint_and_a_key(
-    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any] | None, key: str, states: list[str]
-) -> None:
+def test_the_judge_of_a_run_needs_an_endpoint_and_a_key(monkeypatch, settings, key, states):
     monkeypatch.setenv("OPENAI_API_KEY", key)
     named, found = judging.of_run(settings)
     assert [one.state for one in found] == states
@@ -132,7 +128,7 @@ def test_the_judge_of_a_run_needs_an_endpoint_and_a_key(
     ("url", "says"),
     [("ftp://host", "--judge = 'ftp://host'"), ("https://host/v1?api_key=secret", "--judge = '<hidden>'")],
 )
-def test_a_url_that_cannot_be_asked_is_refused_by_the_flags_name(url: str, says: str) -> None:
+def test_a_url_that_cannot_be_asked_is_refused_by_the_flags_name(url, says):
     with pytest.raises(ConfigError) as refused:
         judging.at_url(url, "m", None)
     assert says in str(refused.value) and "secret" not in str(refused.value)

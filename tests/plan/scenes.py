@@ -6,17 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from freewheel.plan.scene import (
-    Beside,
-    Generation,
-    HandOver,
-    Lognormal,
-    Measured,
-    Scene,
-    Scores,
-    Training,
-    Weights,
-)
+from freewheel.plan.scene import Beside, Generation, HandOver, Lognormal, Measured, Scene, Scores, Training, Weights
 from freewheel.queue.staleness import Bounds
 
 INSTANT = HandOver(linger_s=0.0)
