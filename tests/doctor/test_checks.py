@@ -84,16 +84,6 @@ def test_a_child_process_ignores_modules_of_the_working_directory(tmp_path, monk
 
 
 @pytest.mark.parametrize(
-    ("release", "state"), [((3, 10, 4), "problem"), ((3, 11, 0), "ok"), ((3, 13, 9), "ok"), ((3, 14, 0), "problem")]
-)
-def test_python_is_compared_with_the_metadata(release, state):
-    found = software.python_release(release, "<3.14,>=3.11")
-    assert found.state == state
-    if state == "problem":
-        assert ">=3.11,<3.14" in found.detail and found.remedy == "python3.11 -m venv .venv"
-
-
-@pytest.mark.parametrize(
     ("line", "requirement"),
     [
         ("torch>=2.11; extra == 'train'", Requirement("torch", ((">=", "2.11"),), "train")),

@@ -89,23 +89,6 @@ def test_half_a_line_of_a_killed_run_is_removed_and_never_read(tmp_path, torn):
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2] and path.read_bytes().count(b"\n") == 2
 
 
-def test_threads_do_not_mix_their_rows(tmp_path):
-    recorder = Recorder(run_dir=tmp_path)
-
-    def write(number):
-        for step in range(100):
-            recorder.record("event", step, {"text": str(number) * 200})
-
-    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    recorder.close()
-    rows = read_metrics(tmp_path)
-    assert len(rows) == 400 and all(len(set(row["text"])) == 1 for row in rows)
-
-
 def test_a_full_disk_costs_rows_is_reported_once_a_minute_and_ends_when_there_is_room(tmp_path, logged):
     now = 1000.0
     path = tmp_path / "metrics.jsonl"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import gzip
 import json
@@ -15,7 +14,6 @@ from typer.testing import CliRunner
 
 from freewheel.cli import app
 from freewheel.observe import trace
-from freewheel.observe.spans import Spans
 from freewheel.observe.trace import Tracer, attach_trace, components, detach_trace, merged, read_trace
 
 WAIT_S = 110.0
@@ -91,22 +89,6 @@ def test_any_name_and_text_is_valid_json(tmp_path, tracer):
     assert said["name"].startswith('rollouter-0 died:\n"')
     assert (counted["ph"], counted["args"]) == ("C", {"queue_size": 3, "in_progress": None})
     assert span["tid"] == 'r "0"'
-
-
-async def test_tasks_that_wait_together_are_one_event(tmp_path, clock):
-    attach_trace(tmp_path, "trainer", every=1, most_bytes=10**9)
-    spans = Spans(on_close=trace.span)
-
-    async def waits():
-        with spans("wait_batch"):
-            await asyncio.sleep(0)
-
-    await asyncio.gather(waits(), waits(), waits())
-    with spans("train", step=4):
-        pass
-    detach_trace()
-    found = list(read_trace(tmp_path))
-    assert [(event["name"], event["args"]) for event in found] == [("wait_batch", {}), ("train", {"step": 4})]
 
 
 def test_a_process_traces_at_most_one_run(tmp_path):

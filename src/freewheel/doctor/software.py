@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -89,18 +89,9 @@ def numbers(release: str) -> tuple[int, ...]:
 # -- Python and packages ----------------------------------------------------------------------------------------------
 
 
-def python_release(release: Sequence[int] = sys.version_info[:3], wanted: str | None = None) -> Finding:
-    """Check Python. `wanted`: as in the metadata, `<3.14,>=3.11`."""
-    if wanted is None:
-        told = importlib.metadata.metadata(PACKAGE).get_all("Requires-Python") if installed(PACKAGE) else None
-        (wanted,) = told or [""]  # run from source: `packages` reports it
-    have = ".".join(map(str, release))
-    bounds = _BOUND.findall(wanted)
-    if all(_holds(have, sign, bound) for sign, bound in bounds):
-        return ok("Python", f"{have} at {sys.executable}")
-    said = ",".join(sorted((sign + bound for sign, bound in bounds), reverse=True))
-    least = next((bound for sign, bound in bounds if sign == ">="), "3")
-    return problem("Python", f"{have}, and freewheel needs {said}", f"python{least} -m venv .venv")
+def python_release() -> Finding:
+    """Report Python. pip refuses releases that freewheel does not support."""
+    return ok("Python", f"{'.'.join(map(str, sys.version_info[:3]))} at {sys.executable}")
 
 
 def packages(
