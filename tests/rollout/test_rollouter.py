@@ -388,6 +388,21 @@ async def test_the_engine_gets_twice_the_groups_that_it_can_run(scene: Build) ->
     assert one.engine.most_running == 6
 
 
+async def test_the_pause_between_batches_is_left_out_while_the_engine_has_free_slots(scene: Build) -> None:
+    class OneByOne(MessageQueue):
+        async def admit(self, replica: str, *, want: int, **more: Any) -> Admission:
+            return await super().admit(replica, want=1, **more)
+
+    one = await scene(queue=OneByOne(bounds=bounds_of(threshold=9)), capacity=3, interval_s=WAIT_S)
+    one.engine.gate.clear()
+    await until(lambda: len(one.engine.requests) == 3)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert len(one.engine.requests) == 3, "now it pauses, though it may request 6"
+    one.engine.gate.set()
+    await until(lambda: len(one.engine.requests) > 6)  # a free slot ends the pause
+
+
 async def test_one_long_response_does_not_hold_the_slots_of_the_others_of_its_group(
     scene: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:

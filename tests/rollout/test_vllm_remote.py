@@ -37,9 +37,20 @@ from .helpers import WAIT_S, until
 VOCABULARY = 100
 
 
-@contextmanager
-def in_two(weights: AnyWeights) -> Iterator[list[dict[str, Any]]]:
-    yield [{"part": 0, "parts": 2}, {"part": 1, "parts": 2}]
+class Shipments:
+    """Ships weights in two buckets, and records the thread at the start and the end of each."""
+
+    def __init__(self) -> None:
+        self.began: list[int] = []
+        self.ended: list[int] = []
+
+    @contextmanager
+    def __call__(self, weights: AnyWeights) -> Iterator[list[dict[str, Any]]]:
+        self.began.append(threading.get_ident())
+        try:
+            yield [{"part": 0, "parts": 2}, {"part": 1, "parts": 2}]
+        finally:
+            self.ended.append(threading.get_ident())
 
 
 @pytest.fixture
@@ -61,7 +72,7 @@ async def engine(server: FakeServer) -> AsyncIterator[VllmEngine]:
 def engine_over(server: FakeServer, **settings: Any) -> VllmEngine:
     found = Server(str(server.server.make_url("/")).rstrip("/"), "a model")
     limits = {"slots": 4, "max_prompt_tokens": 8, "max_new_tokens": 16, "vocabulary": VOCABULARY}
-    return VllmEngine(partial(RemoteLlm, found), ship=in_two, **limits, **settings)
+    return VllmEngine(partial(RemoteLlm, found), ship=Shipments(), **limits, **settings)
 
 
 def request_of(token: int, *, n: int = 1, new: int = 3, timeout_s: float = WAIT_S, **more: Any) -> GenerationRequest:
@@ -212,6 +223,8 @@ async def test_a_later_failure_is_repaired_by_the_next_update_or_ends_the_engine
     with pytest.raises(EngineError, match="nothing is generated until an update succeeds"):
         await update(engine, 1)
     assert server.calls[-1] == fails, "it is not resumed"
+    ship: Any = engine._ship
+    assert len(ship.ended) == 1 and threading.get_ident() not in {*ship.began, *ship.ended}, "they copy: in a thread"
     waiting = asyncio.create_task(versions(engine, 1))
     await asyncio.sleep(0)
     server.fails = set()

@@ -182,6 +182,7 @@ async def test_a_caller_that_leaves_frees_its_slots_for_the_others() -> None:
         await gate.open_after()
         assert len(await other) == 2
         assert engine.stats().running == engine.stats().waiting == 0
+        assert engine.stats().generated_tokens < 2 * 12 + 24, "of 144 in all"
         responses = engine.generate(request_of(3, n=8))
         await anext(responses)
         await responses.aclose()  # type: ignore[attr-defined]

@@ -42,7 +42,7 @@ def chi_square(tokens: torch.Tensor, probs: torch.Tensor) -> float:
         ({"seeds": torch.full((40_000,), 7), "index": torch.arange(40_000)}, range(VOCABULARY)),
         ({"top_k": 3}, [3, 0, 6]),
         ({"top_p": 0.7}, [3, 0, 6]),
-        ({"top_p": 1e-6}, [3]),
+        *(({"top_p": top_p}, [3]) for top_p in (1e-6, 1e-50)),  # the latter is 0 in float32
     ],
     ids=str,
 )
