@@ -286,6 +286,9 @@ class World:
 
     def heard_take(self, taken: Taken, step: int) -> None:
         if taken.state == "batch":
+            assert taken.groups is not None
+            short = step > taken.recorded_until and len(taken.groups) < self.bounds.groups_per_step
+            assert not short or self.queue.policy.dry or self.history_was_lost, "more groups would have come"
             self.trainer.batches[step] = taken
 
     heard_stale = heard_take

@@ -80,7 +80,7 @@ class Part(Mortal):
         self.name = name
         self.given = given
         """Arguments of the constructor."""
-        self.told: dict[str, Any] = {}
+        self.statistics: dict[str, Any] = {}
         self.end: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.opens = asyncio.Event()
         self.opens.set()
@@ -112,7 +112,7 @@ class Part(Mortal):
         return await asyncio.shield(self.end)
 
     async def stats(self) -> dict[str, Any]:
-        return self.told
+        return self.statistics
 
     async def close(self) -> None:
         self.closed = True
@@ -126,12 +126,12 @@ class Trainer(Part):
 
     def __init__(self, name: str, **given: Any) -> None:
         super().__init__(name, **given)
-        self.told = {"global_steps": 3, "saved_step": 2}
+        self.statistics = {"global_steps": 3, "saved_step": 2}
 
     async def request_stop(self) -> None:
         self.calls.append(("request_stop",))
         if self.saves and not self.end.done():
-            self.told["saved_step"] = 3
+            self.statistics["saved_step"] = 3
             self.end.set_result("stopped")
 
     async def rows(self) -> list[Row]:
@@ -149,7 +149,7 @@ class Queue(Part):
 
     def __init__(self, name: str, **given: Any) -> None:
         super().__init__(name, **given)
-        self.told = {"step": 3, "abandoned": {}, "published_version": 0}
+        self.statistics = {"step": 3, "abandoned": {}, "published_version": 0}
 
     async def call(self, method: str, args: Any, kwargs: Any) -> Any:
         self.calls.append((method, *args))
@@ -192,8 +192,8 @@ class StandInSupervisor(Supervisor):
     """A supervisor with parts in this process. `on_made` is called with each new part, before anybody calls it."""
 
     def __init__(self, **given: Any) -> None:
-        super().__init__(**{"on_process": lambda name, *_: self.told_of.append(name), **given})
-        self.told_of: list[str] = []
+        super().__init__(**{"on_process": lambda name, *_: self.reported.append(name), **given})
+        self.reported: list[str] = []
         self.made: list[Part] = []
         self.killed: list[str] = []
         self.on_made: Callable[[Any], None] = lambda _: None

@@ -108,7 +108,7 @@ SYNC_FAILS = fails("sync", SyncFailed("no engine took version 3"))
 
 def abandons(reason: str) -> Callable[[Scene], None]:
     def happens(one: Scene) -> None:
-        one.supervisor["queue"].told["abandoned"] = {reason: 10_000}
+        one.supervisor["queue"].statistics["abandoned"] = {reason: 10_000}
         one._account.look({"queue": {"step": 3, "abandoned": {}}}, [], 0.0)
 
     return happens
@@ -275,7 +275,7 @@ def test_what_stalls_is_restarted_once_before_the_run_ends(
     scene: Build, training: bool, apart_s: int, killed: list[str], why: str
 ) -> None:
     def happens(one: Scene) -> None:
-        one.supervisor["trainer"].told["training"] = training
+        one.supervisor["trainer"].statistics["training"] = training
         nothing_moves(one, apart_s=apart_s)
 
     one = scene(happens)

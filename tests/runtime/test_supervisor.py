@@ -58,7 +58,7 @@ async def replaced(supervisor: StandInSupervisor, name: str, *, after_s: float =
 async def test_a_start_opens_every_component_and_connects_all_of_them(tmp_path: Path) -> None:
     supervisor = make_supervisor(tmp_path)
     assert await supervisor.start(None) == ["found as it was"]
-    assert sorted(supervisor.handles) == sorted(supervisor.loops) == sorted(supervisor.told_of) == sorted(ALL)
+    assert sorted(supervisor.handles) == sorted(supervisor.loops) == sorted(supervisor.reported) == sorted(ALL)
     assert supervisor["queue"].opened[1:] == (96, CheckpointMark(), None)
     assert supervisor["sync"].opened[2:] == (0, None)
     assert all(supervisor[name].met == supervisor.handles for name in ALL)
@@ -79,7 +79,7 @@ async def test_every_component_is_connected_to_a_replacement(supervisor: StandIn
     assert supervisor.directory[name].part is second
     for one in ALL:
         assert supervisor[one].met[name] is supervisor.handles[name]
-    assert supervisor.told_of.count(name) == 2
+    assert supervisor.reported.count(name) == 2
     if name == "trainer":
         assert (second.given["resume"], second.opened) == (None, (["rollouter-0", "rollouter-1"],)), (
             "there is no checkpoint"
@@ -112,9 +112,9 @@ async def test_a_restarted_queue_receives_the_tickets_of_live_rollouters(supervi
 async def test_a_restarted_synchronizer_receives_engine_versions_and_the_last_weights(
     supervisor: StandInSupervisor,
 ) -> None:
-    supervisor["queue"].told["published_version"] = 3
-    supervisor["rollouter-0"].told["version"] = 4
-    supervisor["rollouter-1"].told["version"] = 5
+    supervisor["queue"].statistics["published_version"] = 3
+    supervisor["rollouter-0"].statistics["version"] = 4
+    supervisor["rollouter-1"].statistics["version"] = 5
     _, second = await replaced(supervisor, "sync")
     _, rollouters, published, versions = second.opened
     assert {name: one._handle for name, one in rollouters.items()} == {

@@ -7,8 +7,8 @@
     synchronizer ─ confirm_published ─▶ room      (never waits)
 
 Plain asyncio on one event loop: calls interleave only where a method awaits. Every wait is bounded by the caller's
-`wait_s`. An empty answer means "not yet"; the caller checks its peers and asks again. Every call may arrive twice,
-because a caller that met a dead queue repeats the call to its successor, which `Restored` tells what was written.
+`wait_s`. An empty answer means "not yet"; the caller asks again. Every call may arrive twice, because a caller that met
+a dead queue repeats the call to its successor. `Restored` has what the dead queue wrote.
 
 The decisions are made by `StalenessPolicy` and `Ledger`. Groups stay the bytes in which they arrived. Without a journal
 everything counts as written at once, and the queue lives in memory.

@@ -219,10 +219,8 @@ class StalenessPolicy:
     @property
     def _ending(self) -> bool:
         """No more groups will be admitted."""
-        # It is below 0 if a group that was given up lives again after a restart.
-        if self.bounds.total_groups is not None and self._left_to_admit <= 0:
-            return True
-        return self.exhausted and self.open == 0
+        # What is left is below 0 if a group that was given up lives again after a restart.
+        return self.exhausted or (self.bounds.total_groups is not None and self._left_to_admit <= 0)
 
     @property
     def dry(self) -> bool:
