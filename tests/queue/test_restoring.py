@@ -16,7 +16,6 @@ from freewheel.queue.journal import (
     Failed,
     Journal,
     JournalDamaged,
-    Reserved,
     Stored,
     Took,
 )
@@ -78,37 +77,9 @@ def test_an_empty_journal_starts_a_run(journal: Journal) -> None:
     assert issued(found, 3) == [(0, 0), (1, 0), (2, 0)]
 
 
-def test_stored_groups_are_ready_and_trained_groups_have_ended(journal: Journal) -> None:
-    journal.append([Reserved(1024), *trained(1, 0, 1), *stored(3, version=1)])
-    found = again(journal)
-    assert (found.step, found.policy.version, found.ledger.trained, found.last_commit_s) == (1, 1, 2, 1.0)
-    assert found.policy.untaken == {3: True} and found.stored[3].data == b"3"
-    assert issued(found, 3) == [(2, 0), (4, 0), (5, 0)]
-    assert found.policy.next_sequence == 1024
-
-
-def test_a_step_that_a_live_trainer_has_stays_taken(journal: Journal) -> None:
-    journal.append([*trained(1, 0, 1), *stored(2, 3, 4), took(2, 2, 3), took(3, 4, missing=1)])
-    found = again(journal)
-    assert {step: [one.ordinal for one in row.tickets] for step, row in found.taken.items()} == {2: [2, 3], 3: [4]}
-    assert found.taken[3].missing == 1
-    assert sorted(found.policy.taken) == [2, 3, 4] == sorted(found.stored)
-    assert not found.policy.untaken
-
-
 def test_the_groups_of_a_step_that_was_given_back_are_ready(journal: Journal) -> None:
     journal.append([*trained(1, 0), *stored(1, 2), took(2, 1), took(3, 2), took(3), took(2)])
     assert again(journal).policy.untaken == {1: True, 2: True}
-
-
-def test_attempts_in_flight_continue_under_their_sequences(journal: Journal) -> None:
-    journal.append([Reserved(1024), *stored(0)])
-    found = again(journal, a=[ticket(1), ticket(2, sequence=7, attempt=2)], b=[ticket(3)])
-    assert found.in_flight == {7: (ticket(2, sequence=7, attempt=2), "a"), 1: (ticket(1), "a"), 3: (ticket(3), "b")}
-    assert found.policy.untaken == {0: True, 1: False, 3: False, 7: False}
-    assert issued(found, 2) == [(4, 0), (5, 0)]
-    found.ledger.retry(2, "stale")
-    assert issued(found, 1) == [(2, 3)]
 
 
 @pytest.mark.parametrize(
@@ -156,29 +127,6 @@ def test_a_prompt_whose_budget_was_spent_when_the_queue_died_is_abandoned(journa
     assert next(journal.abandoned()).attempt == 1
 
 
-def test_trained_groups_hold_their_slots_until_their_version_is_known_to_be_published(journal: Journal) -> None:
-    journal.append([*trained(1, 0, 1, version=0), *trained(2, 2, 3, version=1), *trained(3, 4, 5, version=1)])
-    found = again(journal)
-    assert found.policy.held == {1: 4, 2: 2}
-    assert (found.policy.published, found.policy.version, found.policy.steps_in_version) == (None, 1, 1)
-    assert found.versions == {0: 0, 1: 0, 2: 1, 3: 1}
-    journal.append([Committed(3, 2, 3.0)])
-    found = again(journal)
-    assert (found.policy.version, found.policy.steps_in_version) == (2, 0), "the run ended between two versions"
-
-
-def test_groups_that_a_checkpoint_covers_hold_their_slots_too(journal: Journal) -> None:
-    """It may be written before the engines have its version."""
-    journal.append([Reserved(1024), *trained(1, 0, 2), *trained(2, 1, 4), *trained(3, 5)])
-    journal.append([Abandoned(3, 0, "zero_variance", 0.0)])
-    frontier = Frontier(low=5, trained=4, abandoned={"zero_variance": 1})
-    journal.compact(step=2, frontier=frontier, keep_groups=0)
-    found = again(journal)
-    assert (found.step, found.base, found.versions, found.policy.published) == (3, 2, {2: 2, 3: 3}, None)
-    assert found.policy.held == {1: 2, 2: 2, 3: 1}
-    assert found.ledger.frontier() == Frontier(low=6, trained=5, abandoned={"zero_variance": 1})
-
-
 @pytest.mark.parametrize(
     ("events", "message"),
     [
@@ -196,17 +144,6 @@ def test_a_queue_cannot_restart_without_what_a_live_trainer_builds_on(
 
 
 # -- a whole resume ---------------------------------------------------------------------------------------------------
-
-
-def test_a_resumed_run_trains_the_recorded_steps_again(journal: Journal) -> None:
-    journal.append([Reserved(1024), *trained(1, 0, 1), *trained(2, 2, 3), *trained(3, 4, 5), *stored(6, version=3)])
-    found = again(journal, mark(1, 2))
-    assert (found.step, found.policy.version, found.policy.published) == (3, 3, 1)
-    assert found.policy.held == {2: 2, 3: 2}
-    assert found.policy.untaken == {6: True} and found.policy.next_sequence == 1024
-    assert "Steps 2 to 3 are in the journal and are trained again with the same groups" in found.notes[0]
-    found = again(journal, CheckpointMark())
-    assert (found.step, found.policy.published, found.policy.held) == (3, 0, {1: 2, 2: 2, 3: 2})
 
 
 def test_groups_that_a_dead_trainer_took_are_ready_again(journal: Journal) -> None:

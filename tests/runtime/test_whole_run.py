@@ -197,9 +197,7 @@ def check_that_pulse_syncs_samples_and_records_are_there_for_programs(run: Run) 
     assert {sample["replica"] for sample in read_samples(run.folder)} == {"rollouter-0", "rollouter-1"}
     records = [json.loads(line) for line in (run.folder / "log.jsonl").read_text().splitlines()]
     assert {"main", "trainer", "sync"} <= {record["role"] for record in records}
-    assert {record["version"] for record in records if record["role"] == "sync" and "version" in record} == set(
-        range(1, 7)
-    )
+    assert [record["version"] for record in records if record["role"] == "sync" and "version" in record] == versions
     assert [record["step"] for record in records if record["message"].startswith("Saved")] == [2, 4, 6]
 
 
