@@ -16,7 +16,7 @@ import json
 import logging
 import pickle
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.context import get_spawning_popen
 from typing import Any
@@ -229,7 +229,7 @@ class JudgeReward:
             ]
         verdicts = await self._verdicts(judge, requests)
         rewards = combine(samples, rules, verdicts, self.config)
-        self._report(rewards, kwargs.get("log_metric"), kwargs.get("log_extra"))
+        self._report(rewards, kwargs)
         unknown = self._unknown(samples, rewards.verdicts, ruled)
         return [None if hidden else float(reward) for reward, hidden in zip(rewards.reward, unknown, strict=True)]
 
@@ -267,11 +267,10 @@ class JudgeReward:
             for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
         ]
 
-    def _column(self, option: str, column: str, columns: Mapping[str, Any]) -> Sequence[Any]:
+    def _column(self, option: str, column: str, columns: Mapping[str, Sequence[Any]]) -> Sequence[Any]:
         if column not in columns:
             raise ConfigError(option, column, f"the dataset has no such column; it has {', '.join(columns) or 'none'}")
-        found: Sequence[Any] = columns[column]
-        return found
+        return columns[column]
 
     def _rules(self, samples: Sequence[Sample], ruled: Sequence[bool]) -> list[Verdict]:
         rule = self.rule if callable(self.rule) else rule_score
@@ -298,11 +297,11 @@ class JudgeReward:
                     self._judge = None
             gone = Failed(Reason.ENGINE.value, 0, str(error))
             return [Skipped(request.skip) if request.skip else gone for request in requests]
-        self._heed(verdicts)
+        self._report_failures(verdicts)
         return verdicts
 
-    def _heed(self, verdicts: Sequence[Verdict]) -> None:
-        """Says what failed; a judge that has never answered, and refuses all, is a configuration error."""
+    def _report_failures(self, verdicts: Sequence[Verdict]) -> None:
+        """Log the failures. Raises a `ConfigError` if the judge has never answered and refuses everything."""
         failed = [verdict for verdict in verdicts if isinstance(verdict, Failed)]
         self._works = self._works or any(isinstance(verdict, Scored) for verdict in verdicts)
         if not failed:
@@ -327,12 +326,7 @@ class JudgeReward:
         scored = {sample.group for sample, lost in zip(samples, failed, strict=True) if not lost}
         return [lost and sample.group not in scored for sample, lost in zip(samples, failed, strict=True)]
 
-    def _report(
-        self,
-        rewards: Rewards,
-        log_metric: Callable[[str, float], None] | None,
-        log_extra: Callable[[str, list[Any]], None] | None,
-    ) -> None:
+    def _report(self, rewards: Rewards, given: Mapping[str, Any]) -> None:
         """Report to TRL's metrics and its table of completions, if the trainer has them (AsyncGRPO's worker does not).
 
         Every column is written each time: TRL makes one table of them, and lengths must not differ.
@@ -355,12 +349,10 @@ class JudgeReward:
             figures["length_penalty"] = float(rewards.penalty.mean())
             figures["median_length"] = float(rewards.medians.mean())
             extra["penalty"] = rewards.penalty.tolist()
-        if log_metric is not None:
-            for key, value in figures.items():
-                log_metric(f"{self.__name__}/{key}", value)
-        if log_extra is not None:
-            for key, values in extra.items():
-                log_extra(f"{self.__name__}/{key}", values)
+        for name, values in (("log_metric", figures), ("log_extra", extra)):
+            if (log_value := given.get(name)) is not None:
+                for key, value in values.items():
+                    log_value(f"{self.__name__}/{key}", value)
 
 
 # -- texts of prompts and completions ---------------------------------------------------------------------------------
