@@ -201,31 +201,23 @@ def test_rows_of_one_uid_question_or_truth_are_a_group(
     assert [row["score"] for row in rows] == [8.0, second]
 
 
-def test_verls_conventions_get_dicts_with_the_same_keys_and_plain_values(call: Any, monitored: Monitored) -> None:
-    monitored(scores={"good": "7", "broken": "no idea"})
-    rows = call(**batch(RIGHT, WRONG, "broken: #### 4"), **THREAD)
-    assert [set(row) for row in rows] == [ROW_KEYS] * 3
-    assert [row["score"] for row in rows] == [8.0, 0.0, 4.0]
-    assert [row["judge_status"] for row in rows] == ["scored", "skipped", "failed"]
-    assert [row["reward_mask"] for row in rows] == [1, 1, 0]
-    assert [row["original_score"] for row in rows] == [1.0, 0.0, 1.0]
-    assert all(type(value) in (float, int, str) for row in rows for value in row.values())
-
-    row = call(**single(RIGHT), **THREAD)
-    assert set(row) == ROW_KEYS and row["score"] == 8.0 and row["judge_status"] == "scored"
-
-
-def test_a_failed_row_gets_its_groups_mean_in_verls_conventions_and_the_rule_score_where_all_failed(
+def test_verls_conventions_get_dicts_with_equal_keys_and_plain_values_and_a_failed_row_its_groups_mean(
     call: Any, monitored: Monitored
 ) -> None:
-    monitored(scores={"good": "7", "fine": "3", "broken": "no idea"})
-    given = batch(RIGHT, "fine: #### 4", "broken: #### 4", "broken!: #### 4")
+    monitored(scores={"good": "7", "broken": "no idea"})
+    given = batch(RIGHT, WRONG, "broken: #### 4", "broken!: #### 4")
     given["extra_infos"] = [{"index": 0}, {"index": 0}, {"index": 0}, {"index": 1}]
     rows = call(**given, **THREAD)
-    assert [row["score"] for row in rows] == [8.0, 4.0, 6.0, 1.0]
-    assert [row["judge_status"] for row in rows] == ["scored", "scored", "failed", "failed"]
-    row = call(**single("broken: #### 4"), **THREAD)
-    assert (row["score"], row["judge_status"], row["reward_mask"]) == (1.0, "failed", 0)
+    assert [set(row) for row in rows] == [ROW_KEYS] * 4
+    assert [row["score"] for row in rows] == [8.0, 0.0, 4.0, 1.0], "the rule score where the whole group failed"
+    assert [row["judge_status"] for row in rows] == ["scored", "skipped", "failed", "failed"]
+    assert [row["reward_mask"] for row in rows] == [1, 1, 0, 0]
+    assert [row["original_score"] for row in rows] == [1.0, 0.0, 1.0, 1.0]
+    assert all(type(value) in (float, int, str) for row in rows for value in row.values())
+
+    for response, score, status in ((RIGHT, 8.0, "scored"), ("broken: #### 4", 1.0, "failed")):
+        row = call(**single(response), **THREAD)
+        assert set(row) == ROW_KEYS and (row["score"], row["judge_status"]) == (score, status)
 
 
 def test_a_failed_row_is_none_in_a_plain_call_unless_on_failure_says_otherwise(call: Any, monitored: Monitored) -> None:

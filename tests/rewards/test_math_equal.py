@@ -40,19 +40,6 @@ def _fresh_comparer() -> Iterator[None]:
     math_equal._compare.cache_clear()
 
 
-@pytest.fixture
-def one_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(math_equal, "TIMEOUT_S", 1.0)
-
-
-@needs_math
-def test_a_comparison_that_would_never_end_is_a_zero(one_second: None) -> None:
-    started_at = time.perf_counter()
-    assert boxed_math(f"\\boxed{{{TOO_SLOW}}}", "42", {}) == WRONG
-    assert boxed_math(r"\boxed{84/2}", "42", {}) == RIGHT, "the next comparison has a process again"
-    assert time.perf_counter() - started_at < 30
-
-
 @needs_math
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not bound the address space")
 def test_a_comparison_that_wants_all_memory_is_refused_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,24 +52,16 @@ def test_a_comparison_that_wants_all_memory_is_refused_it(monkeypatch: pytest.Mo
 
 
 @needs_math
-def test_a_comparison_that_took_too_long_is_said_once_and_paid_for_once(
-    one_second: None, caplog: pytest.LogCaptureFixture
+def test_a_comparison_that_would_never_end_is_a_zero_said_once_and_paid_for_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(math_equal, "TIMEOUT_S", 1.0)
     caplog.set_level(logging.DEBUG, "freewheel.rewards")
     for _ in range(8):
-        boxed_math(f"\\boxed{{{TOO_SLOW}}}", "42", {})
+        assert boxed_math(f"\\boxed{{{TOO_SLOW}}}", "42", {}) == WRONG
+    assert boxed_math(r"\boxed{84/2}", "42", {}) == RIGHT, "the next comparison has a process again"
     [record] = caplog.records
     assert TOO_SLOW in record.getMessage() and f"exit code -{signal.SIGPROF.value}" in record.getMessage()
-
-
-@needs_math
-def test_a_comparer_that_was_killed_meanwhile_is_replaced() -> None:
-    assert boxed_math(r"\boxed{22/2}", "11", {}) == RIGHT
-    child = math_equal._comparer._child
-    assert child is not None
-    child.process.kill()
-    child.process.wait()
-    assert boxed_math(r"\boxed{24/2}", "12", {}) == RIGHT
 
 
 @needs_math
@@ -109,8 +88,13 @@ def test_a_forked_process_does_not_share_its_parents_comparer() -> None:
 
 
 @needs_math
-def test_closing_ends_the_process_and_its_pipes() -> None:
-    assert boxed_math(r"\boxed{34/2}", "17", {}) == RIGHT
+def test_closing_ends_the_process_and_its_pipes_and_one_that_was_killed_is_replaced() -> None:
+    assert boxed_math(r"\boxed{22/2}", "11", {}) == RIGHT
+    child = math_equal._comparer._child
+    assert child is not None
+    child.process.kill()
+    child.process.wait()
+    assert boxed_math(r"\boxed{24/2}", "12", {}) == RIGHT
     child = math_equal._comparer._child
     math_equal.close()
     math_equal.close()
