@@ -4,6 +4,7 @@ gone. Without a GPU, buffers are on the CPU and handles name files."""
 from __future__ import annotations
 
 import pickle
+import queue
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from torch import Tensor
 from freewheel.sync import device
 from freewheel.sync.device import DevicePacker, DeviceWeights, Handle, Mappings, Owner
 from freewheel.sync.weights import WeightsGone, content_sum, pack
+from freewheel.utils.processes import wait_for_end
 
 
 class Files:
@@ -113,8 +115,10 @@ def dead_owner() -> Owner:
     return owner
 
 
-def test_memory_stays_open_until_its_owner_changes_or_ends() -> None:
+def test_memory_stays_open_until_its_owner_changes_or_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
+    watched: queue.SimpleQueue[int] = queue.SimpleQueue()
+    monkeypatch.setattr(device, "wait_for_end", lambda pid: (watched.put(pid), wait_for_end(pid)))
     mappings = Mappings(lambda handle: calls.append(handle) or torch.zeros(1))  # type: ignore[func-returns-value]
     here = Owner.here()
     with another_process() as other:
@@ -122,6 +126,7 @@ def test_memory_stays_open_until_its_owner_changes_or_ends() -> None:
             mappings.open({"handle": handle}, owner)
         assert [call["handle"] for call in calls] == ["a", "b", "a", "a"]
         opened_one = weakref.ref(mappings.open({"handle": "c"}, other))
+        assert sorted(watched.get(timeout=30) for _ in range(4)) == sorted([here.pid, other.pid] * 2)
         assert opened_one() is not None
     deadline = time.monotonic() + 30
     while opened_one() is not None and time.monotonic() < deadline:
