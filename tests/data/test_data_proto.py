@@ -119,6 +119,7 @@ def test_one_row_is_an_item_for_every_kind_of_integer():
         assert (item.batch["x"].item(), item.non_tensor_batch, item.meta_info) == (3, {"n": 3, "o": [3]}, {"k": 1})
     assert [item.non_tensor_batch["n"] for item in data] == [1, 2, 3]
     assert list(DataProto()) == []
+    assert repr(data) == "<DataProto of 3 rows: x int64[], n, o; meta_info: ['k']>"
 
 
 def test_wrong_indices_are_refused():

@@ -66,11 +66,11 @@ def test_a_version_is_read_as_it_was_sent_by_this_user_alone_and_its_file_is_rem
 
 KILLED = """
 import os, pathlib, signal, sys, tempfile
-import torch
+import numpy as np
 from freewheel.rollout.vllm import transfer
-from freewheel.sync.weights import pack
+from freewheel.sync.weights import Weights
 transfer.SHARED_MEMORY, tempfile.tempdir = pathlib.Path(sys.argv[1]), sys.argv[2]
-with transfer.ship(pack({"w": torch.ones(9)})):
+with transfer.ship(Weights({}, np.ones(9, np.uint8), 0)):
     os.kill(os.getpid(), signal.SIGKILL)
 """
 

@@ -21,7 +21,6 @@ from freewheel.rewards.batch import RewardBatch
 
 if TYPE_CHECKING:
     from freewheel.data.data_proto import DataProto, DataProtoItem, object_array
-    from freewheel.data.padded import from_data_proto, prompt_to_data_proto, to_data_proto
 
 __all__ = [
     "DataError",
@@ -32,28 +31,18 @@ __all__ = [
     "PromptStream",
     "Response",
     "RewardBatch",
-    "from_data_proto",
     "object_array",
-    "prompt_to_data_proto",
-    "to_data_proto",
 ]
 
-_HEAVY = {
-    "DataProto": "freewheel.data.data_proto",
-    "DataProtoItem": "freewheel.data.data_proto",
-    "from_data_proto": "freewheel.data.padded",
-    "object_array": "freewheel.data.data_proto",
-    "prompt_to_data_proto": "freewheel.data.padded",
-    "to_data_proto": "freewheel.data.padded",
-}
-"""Names whose modules import torch, and their modules."""
+_HEAVY = ("DataProto", "DataProtoItem", "object_array")
+"""Names of `data_proto`, which imports torch."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HEAVY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        module = import_module(_HEAVY[name])
+        module = import_module("freewheel.data.data_proto")
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("freewheel"):
             raise
