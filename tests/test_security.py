@@ -3,13 +3,14 @@ its authentication, and no name in a file points out of a run directory."""
 
 from __future__ import annotations
 
-import ast
 import json
 import os
+import re
 import shutil
 import stat
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,66 +41,26 @@ PIECES = [KEY[at : at + 12].encode() for at in range(len(KEY) - 12)]
 
 # -- no pickle --------------------------------------------------------------------------------------------------------
 
-UNPICKLES = {
-    ("pickle", "load"), ("pickle", "loads"), ("pickle", "Unpickler"), ("cloudpickle", "load"), ("cloudpickle", "loads"),
-    ("dill", "load"), ("dill", "loads"), ("joblib", "load"), ("marshal", "load"), ("marshal", "loads"), ("np", "load"),
-    ("numpy", "load"), ("torch", "load"), ("pandas", "read_pickle"), ("pd", "read_pickle"), ("shelve", "open"),
-    ("yaml", "load"), ("yaml", "full_load"), ("yaml", "unsafe_load"), ("", "eval"), ("", "exec"), ("os", "system"),
-    ("os", "popen"),
-}  # fmt: skip
-"""Calls that can run code from a file or a socket, by module and name."""
+RULES = "S102,S301,S302,S307,S506,S602,S604,S605"
+"""Ruff's rules for exec, eval, pickle, marshal, unsafe YAML and a shell."""
+UNSAFE = re.compile(r"\b(?:torch|np|numpy|joblib)\.load\(|weights_only=False|allow_pickle=True|\.recv\(\)|\bpopen\(")
+"""Further calls that can run code from a file or a socket, such as multiprocessing's `recv`."""
 ALLOWED = {
-    ("rollout/reward_workers.py", "_serve", "pickle.load"): "the child's end of a socket that its parent made",
-    ("rollout/reward_workers.py", "_exchange", "pickle.loads"): "the parent's end of that socket",
-    ("integrations/verl/settings.py", "_check_key_travels", "pickle.loads"): "reads what the same line pickled",
-    ("integrations/trl.py", "__getstate__", "pickle.loads"): "reads what the same line pickled",
-    ("runtime/preflight.py", "_check_in_child", "pickle.loads"): "the output of a child that we started",
-    ("runtime/preflight.py", "_check_engine", "pickle.load"): "in that child: the input from its parent",
-    ("runtime/config_files.py", "_load_yaml", "yaml.load"): "with a subclass of SafeLoader",
+    "rollout/reward_workers.py": 3,  # a socket between a process and its child, both ends
+    "integrations/verl/settings.py": 1,  # reads what the same line pickled
+    "integrations/trl.py": 1,  # reads what the same line pickled
+    "runtime/preflight.py": 2,  # the input and output of a child that we started
+    "runtime/config_files.py": 1,  # YAML with a subclass of SafeLoader
 }
-"""File, function, call → why no one else controls the data."""
-
-
-def suspicious(path: Path) -> Iterator[tuple[str, str, str]]:
-    name, tree = path.relative_to(SOURCE).as_posix(), ast.parse(path.read_text())
-    imported = {
-        alias.asname or alias.name: (node.module or "", alias.name)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-
-    def walk(node: ast.AST, function: str) -> Iterator[tuple[str, str, str]]:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            function = node.name
-        if isinstance(node, ast.Call):
-            called = node.func
-            if isinstance(called, ast.Attribute):
-                owner = called.value.id if isinstance(called.value, ast.Name) else "?"
-                if (owner, called.attr) in UNPICKLES:
-                    yield name, function, f"{owner}.{called.attr}"
-                elif (
-                    called.attr == "recv" and not node.args and not node.keywords
-                ):  # multiprocessing's, which unpickles
-                    yield name, function, ".recv()"
-            elif isinstance(called, ast.Name):
-                module, attribute = imported.get(called.id, ("", called.id))
-                if (module, attribute) in UNPICKLES:
-                    yield name, function, f"{module}.{attribute}".lstrip(".")
-            for keyword in node.keywords:
-                constant = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
-                if (keyword.arg, constant) in (("allow_pickle", True), ("weights_only", False), ("shell", True)):
-                    yield name, function, f"{keyword.arg}={constant}"
-        for inner in ast.iter_child_nodes(node):
-            yield from walk(inner, function)
-
-    return walk(tree, "")
+"""File → calls, with the reason why no one else controls the data."""
 
 
 def test_no_code_unpickles_or_runs_data_from_a_file_or_a_socket():
-    found = {one for path in SOURCE.rglob("*.py") for one in suspicious(path)}
-    assert found - ALLOWED.keys() == set(), "not allowed: use safetensors, JSON or msgpack, or list here why it is safe"
-    assert ALLOWED.keys() - found == set(), "listed, but no longer in the code"
+    ruff = [Path(sys.executable).with_name("ruff"), "check", "--isolated", "--ignore-noqa", "--output-format", "json"]
+    found = json.loads(run_program(*ruff, "--select", RULES, SOURCE, code=1).stdout)
+    calls = Counter(Path(one["filename"]).relative_to(SOURCE).as_posix() for one in found)
+    assert calls == ALLOWED, "use safetensors, JSON or msgpack, or list here why it is safe"
+    assert [path for path in SOURCE.rglob("*.py") if UNSAFE.search(path.read_text())] == []
 
 
 # -- private ----------------------------------------------------------------------------------------------------------
