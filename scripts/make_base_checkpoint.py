@@ -88,7 +88,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """Llama, because AutoTokenizer gives every `qwen2` folder Qwen's byte-level tokenizer, even if it has another one."""
+    """Llama, because AutoTokenizer always gives a `qwen2` folder Qwen's byte-level tokenizer."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import logging
+import math
 import os
 import signal
 import socket
@@ -16,16 +18,20 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import typer
+from typer.testing import CliRunner
 
 import freewheel
+from freewheel.cli import app
 from freewheel.cli.console import REPEAT_S, log_to, plain_errors
 from freewheel.cli.flags import judge_from_flags
 from freewheel.cli.servers import mock_judge, profile_from_flags
 from freewheel.errors import ConfigError
 from freewheel.judge.testing import JudgeProfile, MockJudge, RunningJudge
+from freewheel.rollout.evaluation import EvalResult
 
 WAIT_S = 60.0
 """Longer than anything here takes on a busy machine."""
@@ -565,6 +571,18 @@ def test_a_file_that_may_not_be_read_is_one_line_and_no_traceback(
     with pytest.raises(typer.Exit) as ended, plain_errors():
         raise ConfigError("key", 1, "cannot work")
     assert ended.value.exit_code == 2 and capsys.readouterr().err == "freewheel: error: key = 1: cannot work\n"
+
+
+@pytest.mark.parametrize(("failed", "code"), [(0, 0), (1, 1)])
+def test_an_evaluation_with_failed_responses_says_so_and_exits_with_1(
+    monkeypatch: pytest.MonkeyPatch, failed: int, code: int
+) -> None:
+    scores = np.array([[1.0], [math.nan if failed else 0.5]])
+    result = EvalResult(scores=scores, truncated=scores > 2, lengths=np.ones((2, 1), np.int64), versions=(0,))
+    monkeypatch.setattr("freewheel.runtime.evaluation.run_evaluation", lambda config: asyncio.sleep(0, result))
+    done = CliRunner().invoke(app, ["eval", "embedded", "--json"])
+    assert done.exit_code == code and json.loads(done.stdout)["failed"] == failed
+    assert ("warning: left out 1 response without a score" in done.stderr) == bool(failed)
 
 
 def test_a_repeated_log_line_is_written_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

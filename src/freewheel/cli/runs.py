@@ -21,6 +21,7 @@ import typer
 from freewheel.cli.console import ExitCode, plain_errors, print_json, print_rich, print_text, say, writing_stdout
 from freewheel.cli.flags import JSON_FLAG, argument, flag, takes
 from freewheel.errors import ConfigError
+from freewheel.utils.findings import count_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -95,8 +96,7 @@ def _report(report: Report) -> list[RenderableType]:
     rows += [("lost", str(report.lost), ""), ("repeated", str(report.repeated), "")]
     rows.append(("trained too old", str(report.stale_trained), ""))
     clean = not report.violations
-    count = len(report.violations)
-    wrong = "1 violation:" if count == 1 else f"{count:,} violations:"
+    wrong = f"{count_of(len(report.violations), 'violation')}:"
     return [
         head,
         _table(rows),

@@ -16,6 +16,7 @@ import typer
 from freewheel.cli.console import ExitCode, fail, plain_errors, print_rich, report, say
 from freewheel.cli.flags import CONFIG_FLAGS, JSON_FLAG, argument, flag, takes
 from freewheel.errors import ConfigError
+from freewheel.utils.findings import count_of
 
 if TYPE_CHECKING:
     from freewheel.rollout.evaluation import Estimate, EvalResult
@@ -104,7 +105,7 @@ def evaluate(target: str, as_json: bool, **given: Any) -> None:
             result = asyncio.run(run_evaluation(config))
         report(as_json, _result_object(target, config, result), _format_result(target, config, result))
         if result.failed:
-            say(f"warning: {result.failed} responses have no score and were left out")
+            say(f"warning: left out {count_of(result.failed, 'response')} without a score")
             raise typer.Exit(ExitCode.INCOMPLETE)
 
 
