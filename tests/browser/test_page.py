@@ -385,7 +385,7 @@ def test_a_run_without_its_metrics_says_so_and_what_is_known_all_the_same(tmp_pa
     page = open_page(serve(folder))
     page.wait_for_selector(".hero :text('metrics.jsonl is missing')")
     assert page.inner_text(".hero .says") == "Finished at step 12 of 20"
-    assert "cannot be said" in page.inner_text(".hero .learns")
+    assert "is unknown" in page.inner_text(".hero .learns")
 
 
 def test_a_judge_that_is_down_and_an_engine_that_is_behind_are_shown(tmp_path, serve, open_page):

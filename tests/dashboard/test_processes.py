@@ -99,7 +99,7 @@ def test_the_command_serves_until_ctrl_c(tmp_path, begin):
     ("arguments", "words", "absent"),
     [
         (["{nowhere}"], "RUN = '{nowhere}': there is no such folder", "--"),
-        (["{empty}"], "no run is in it: a run's folder has a config.yaml", "--"),
+        (["{empty}"], "it contains no run: a run's folder has a config.yaml", "--"),
         (["{run}", "--port", "{taken}"], "--port", "--host"),
         (["{run}", "--host", "no.such.host.invalid"], "--host = 'no.such.host.invalid'", "--port"),
         (["{run}", "--host", "192.0.2.1"], "give an address of this machine", "--port"),

@@ -192,10 +192,10 @@ def test_a_run_without_metrics_says_how_far_it_came(tmp_path):
     assert {one: one.stat().st_mtime_ns for one in folder.rglob("*")} == before, "reading changes nothing"
     assert (found["state"], found["step"], found["recorded_step"]) == ("finished", 12, 0)
     assert found["missing"] == [
-        "metrics.jsonl is missing or cannot be opened: there are no curves. That it came to step 12 is known by its "
-        "journal and its checkpoints, which the ledger shows"
+        "metrics.jsonl is missing or cannot be opened, so there are no curves. Its journal and checkpoints (see the "
+        "ledger) show that it reached step 12"
     ]
-    assert found["learning"]["words"].startswith("Whether it learns cannot be said")
+    assert found["learning"]["words"].startswith("Whether it learns is unknown")
     (folder / "journal.sqlite").unlink()
     (folder / "checkpoints/step_4").mkdir(parents=True)
     found = now(folder)
@@ -213,9 +213,9 @@ def test_an_unreadable_journal_is_reported_and_read_later(tmp_path, monkeypatch)
     with monkeypatch.context() as patched, open_view(folder).reading() as view:
         patched.setattr(sqlite3, "connect", refuse)
         found = views.now(view)
-    words = "journal.sqlite cannot be read (unable to open database file): the run may have come further than is shown"
+    words = "journal.sqlite cannot be read (unable to open database file): the run may have gone further than shown"
     assert found["step"] == 4 and words in found["missing"]
-    assert "That it came to step 4 is known by its checkpoints" in found["missing"][-1]
+    assert "Its checkpoints show that it reached step 4" in found["missing"][-1]
     with view.reading():
         assert views.now(view)["step"] == 12
 
@@ -225,17 +225,20 @@ def test_lost_and_unreadable_rows_are_counted(tmp_path):
     kept = [one for one in rows(20) if one["kind"] != "step" or one["step"] in (1, 2, 20)]
     write_lines(folder / "metrics.jsonl", kept)
     (said,) = now(folder)["missing"]
-    assert said.startswith("metrics.jsonl has rows of 3 of 20 steps: the disk was full") and "journal" not in said
+    assert said.startswith("metrics.jsonl has rows of 3 of 20 steps: the disk was full") and "ledger" not in said
     (folder / "checkpoints/step_30").mkdir(parents=True)
     found = now(folder)
     assert (found["step"], found["recorded_step"]) == (30, 20), "times are of the latter"
     (said,) = found["missing"]
-    assert "rows of 3 of 30 steps" in said and "That it came to step 30 is known by its journal" in said
+    assert (
+        "rows of 3 of 30 steps" in said
+        and "Its journal and checkpoints (see the ledger) show that it reached step 30" in said
+    )
     (folder / "checkpoints/step_30").rmdir()
     (folder / "metrics.jsonl").write_bytes(b"\x00\x00\x00\n" * 9)
     found = now(folder)
     assert found["missing"] == ["9 lines of metrics.jsonl could not be read"]
-    assert found["learning"]["words"].startswith("Whether it learns cannot be said")
+    assert found["learning"]["words"].startswith("Whether it learns is unknown")
 
 
 # -- judge and weights ------------------------------------------------------------------------------------------------
@@ -354,7 +357,7 @@ def test_a_folder_of_runs_gives_the_newest_first_and_finds_new_ones(tmp_path):
 def test_what_is_no_run_is_refused_or_skipped(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="no such folder"):
         Runs([str(tmp_path / "none")], clock=lambda: 0.0)
-    with pytest.raises(ConfigError, match="no run is in it"):
+    with pytest.raises(ConfigError, match="it contains no run"):
         Runs([str(tmp_path)], clock=lambda: 0.0)
     for name in ("mine", "theirs"):
         (tmp_path / name).mkdir()

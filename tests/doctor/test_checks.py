@@ -136,7 +136,7 @@ def test_python_packages_and_torch_of_this_environment_are_fine():
         ({"cuda": "12.9"}, DRIVER, "ok", "built for CUDA 12.9; driver 570.1"),
         ({"cuda": None, "available": False}, None, "ok", "built without CUDA"),
         ({"cuda": None, "available": False}, DRIVER, "problem", "NVIDIA H200 is here and cannot be used"),
-        ({"cuda": "13.0", "available": False}, DRIVER, "problem", "goes up to CUDA 12.8"),
+        ({"cuda": "13.0", "available": False}, DRIVER, "problem", "supports CUDA up to 12.8"),
         ({"available": False, "why": "no device"}, DRIVER, "problem", "it cannot use NVIDIA H200: no device"),
         (None, None, "problem", "it cannot be imported: ImportError: libcudart.so.12"),
     ],
@@ -180,7 +180,7 @@ def test_nvidia_smi_is_read():
     assert driver.gpus[1].holders == (GpuProcess(process=4711, name="python, a", n_bytes=89000 * MIB),)
     free, taken = machine.check_gpus(driver, {})
     assert free.state is State.OK and "139.9 GiB of 140.4 GiB free" in free.detail
-    assert taken.state is State.WARNING and "process 4711 (python, a, 86.9 GiB) holds the rest" in taken.detail
+    assert taken.state is State.WARNING and "process 4711 (python, a, 86.9 GiB) uses the rest" in taken.detail
     assert taken.remedy == "ps -o pid,user,etime,args -p 4711"
 
 
@@ -191,12 +191,12 @@ FULL, SMALL = replace(H200, used_bytes=100 * GIB), replace(H200, index=1, total_
     ("cards", "needed", "expected", "text"),
     [
         ((replace(H200, used_bytes=5 * GIB),), 100, ["ok"], "135.0 GiB of 140.0 GiB free"),
-        ((replace(H200, used_bytes=5 * GIB),), 138, ["warning"], "the run wants about 138.0 GiB"),
+        ((replace(H200, used_bytes=5 * GIB),), 138, ["warning"], "the run needs about 138.0 GiB"),
         ((H200, SMALL), 200, ["problem", "problem"], "about 200.0 GiB: more than any GPU here has"),
         ((FULL, SMALL), 200, ["problem", "problem"], "about 200.0 GiB: more than any GPU here has"),
-        ((H200, SMALL), 100, ["ok", "warning"], "the run wants about 100.0 GiB"),
-        ((replace(H200, total_bytes=0),), 1, ["warning"], "the run wants about 1.0 GiB"),
-        ((FULL,), 0, ["warning"], "held by processes that cannot be seen from here"),
+        ((H200, SMALL), 100, ["ok", "warning"], "the run needs about 100.0 GiB"),
+        ((replace(H200, total_bytes=0),), 1, ["warning"], "the run needs about 1.0 GiB"),
+        ((FULL,), 0, ["warning"], "processes that are not visible here use the rest"),
     ],
 )
 def test_a_gpu_is_compared_with_what_the_run_needs(cards, needed, expected, text):
@@ -242,7 +242,7 @@ def test_nvidia_smi_itself_may_hang_or_fail(tmp_path, monkeypatch, script, why):
     ("total", "free", "needed", "state", "text", "remedy"),
     [
         (8 * GIB, 7 * GIB, GIB, "ok", "7.0 GiB of 8.0 GiB free", ""),
-        (64 * MIB, 64 * MIB, 0, "warning", "has 64 MiB: Ray and vLLM want 1.0 GiB", "size=4G"),
+        (64 * MIB, 64 * MIB, 0, "warning", "has 64 MiB: Ray and vLLM need 1.0 GiB", "size=4G"),
         (8 * GIB, GIB // 2, 3 * GIB, "warning", "a version of the weights takes 3.0 GiB", "size=6G"),
     ],
 )
@@ -273,7 +273,7 @@ def test_files_that_dead_processes_left_are_found_and_no_others(tmp_path):
     with opened.open("rb"):
         *_, found = machine.check_shared_memory(folder=tmp_path)
     memory.close()
-    assert found.state is State.OK and "2 files, 1 MiB, of processes that died" in found.detail
+    assert found.state is State.OK and "2 files, 1 MiB, left by dead processes" in found.detail
     assert found.remedy == f"rm -f {dead[0]} {dead[1]}", "the largest first"
     subprocess.run(found.remedy, shell=True, check=True)
     assert sorted(machine.find_leftovers(tmp_path)) == sorted([str(mapped), str(opened)])
@@ -364,7 +364,7 @@ def test_open_files_must_suffice_for_the_connections_of_a_judge(soft, hard, conn
     files, _ = machine.check_limits(replace(HOST, files=soft, files_at_most=hard), Needs(connections=connections))
     assert files.state == state
     if state == "warning" and connections:
-        assert "4,000 connections at once want 4,512" in files.detail
+        assert "4,000 simultaneous connections need 4,512" in files.detail
 
 
 @pytest.mark.parametrize(("processes", "state"), [(900, "ok"), (899, "warning")])

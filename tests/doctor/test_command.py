@@ -308,7 +308,7 @@ def test_a_dry_run_names_who_else_uses_the_gpu(monkeypatch):
     card = machine.GpuCard(index=0, name="H200", total_bytes=140 * GIB, used_bytes=130 * GIB)
     monkeypatch.setattr(machine, "read_driver", lambda: machine.GpuDriver(gpus=(card,)))
     (found,) = doctor_run.find_concerns(plan_of(gpus=1))
-    assert "10.0 GiB of 140.0 GiB free, and the run wants about" in found.detail
+    assert "10.0 GiB of 140.0 GiB free, and the run needs about" in found.detail
     assert not doctor_run.find_concerns(plan_of()), "a run on the CPU has no use for it"
 
 

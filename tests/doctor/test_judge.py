@@ -34,18 +34,18 @@ def test_a_judge_that_answers_is_well_and_was_asked_once():
 @pytest.mark.parametrize(
     ("profile", "state", "said", "remedy"),
     [
-        ({"api_key": KEY}, State.PROBLEM, "it refuses the key: ", "export OPENAI_API_KEY=YOUR_KEY"),
+        ({"api_key": KEY}, State.PROBLEM, "it rejects the key: ", "export OPENAI_API_KEY=YOUR_KEY"),
         ({"model": "judge-7b"}, State.PROBLEM, "there is no such model or path: ", "--judge-model judge-7b"),
         ({"model": "judge-7b"}, State.PROBLEM, "; it has judge-7b", "--judge-model judge-7b"),
-        ({"reject_above": 0}, State.WARNING, "it asks for patience, for 1 s: ", judging.LATER),
-        ({"insufficient_quota": True}, State.PROBLEM, "its account is empty: ", ""),
-        ({"garbage_share": 1.0}, State.PROBLEM, "no chat-completions server: ", "curl -v "),
-        ({"wrong_type_share": 1.0}, State.PROBLEM, "no chat-completions server: ", "curl -v "),
+        ({"reject_above": 0}, State.WARNING, "it limits requests, for 1 s: ", judging.LATER),
+        ({"insufficient_quota": True}, State.PROBLEM, "the account has no credit left: ", ""),
+        ({"garbage_share": 1.0}, State.PROBLEM, "not a chat-completions server: ", "curl -v "),
+        ({"wrong_type_share": 1.0}, State.PROBLEM, "not a chat-completions server: ", "curl -v "),
         ({"empty_share": 1.0}, State.PROBLEM, "", ""),
-        ({"error_share": 1.0, "error_status": 503}, State.PROBLEM, "an error of its own: ", ""),
-        ({"error_share": 1.0, "error_status": 403}, State.PROBLEM, "the key may not use it: ", "export "),
-        ({"disconnect_share": 1.0}, State.PROBLEM, "nobody answers there: ", "curl -v "),
-        ({"max_prompt_chars": 1}, State.PROBLEM, "it refuses the request: ", ""),
+        ({"error_share": 1.0, "error_status": 503}, State.PROBLEM, "a server error: ", ""),
+        ({"error_share": 1.0, "error_status": 403}, State.PROBLEM, "the key has no access to it: ", "export "),
+        ({"disconnect_share": 1.0}, State.PROBLEM, "there is no answer: ", "curl -v "),
+        ({"max_prompt_chars": 1}, State.PROBLEM, "it rejects the request: ", ""),
         ({"unparseable_share": 1.0}, State.PROBLEM, "it answers, but not as the rubric integer asks: ", ""),
     ],
     ids=lambda value: next(iter(value), "") if isinstance(value, dict) else "",
@@ -70,7 +70,7 @@ def test_a_key_that_is_refused_is_named_by_where_it_came_from_and_never_shown(mo
 def test_a_judge_that_hangs_is_given_up(monkeypatch):
     monkeypatch.setattr(judging, "CALL_S", 0.3)
     found, _ = asked(JudgeProfile(hang_share=1.0))
-    assert found.state is State.PROBLEM and "it does not answer in time: no answer within 0.3 s" in found.detail
+    assert found.state is State.PROBLEM and "it did not answer in time: no answer within 0.3 s" in found.detail
 
 
 def test_where_nobody_listens_nobody_answers():
@@ -79,7 +79,7 @@ def test_where_nobody_listens_nobody_answers():
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
         config = JudgeConfig(endpoint=url, model="any", cache=False)
         (found,) = judging.ask(config, *config.endpoints, model_key="--judge-model")
-    assert found.state is State.PROBLEM and "nobody answers there: " in found.detail
+    assert found.state is State.PROBLEM and "there is no answer: " in found.detail
     assert found.remedy == f"curl -v {url}/chat/completions"
 
 

@@ -167,7 +167,7 @@ def test_a_broken_sink_is_switched_off_and_the_others_continue(tmp_path, logged)
     recorder.close()
     assert (broken.closed, whole.closed, len(read_metrics(tmp_path))) == (1, 1, 3)
     assert logged() == [
-        "keeping is switched off: RuntimeError: service gone. Training goes on",
+        "keeping is switched off: RuntimeError: service gone. Training continues",
         "keeping did not close: TimeoutError: not done",
     ]
 
@@ -438,6 +438,6 @@ def test_errors_of_a_background_sink_reach_the_recorder(tmp_path, logged):
     recorder = Recorder(run_dir=tmp_path, sinks=[late])
     recorder.close()
     assert logged() == [
-        "Weights & Biases is switched off: ConnectionError: no such service. Training goes on",
+        "Weights & Biases is switched off: ConnectionError: no such service. Training continues",
         "broken did not close: RuntimeError: service gone",
     ]

@@ -94,7 +94,7 @@ def test_a_sample_that_cannot_be_built_is_logged_once_and_skipped(tmp_path, capl
     kept.offer(lambda: {"ordinal": 1})
     kept.lines.close()
     said = [record.getMessage() for record in caplog.records]
-    assert said == ["Samples are not recorded: ZeroDivisionError: division by zero. Training goes on"]
+    assert said == ["Samples are not recorded: ZeroDivisionError: division by zero. Training continues"]
     assert list(read_samples(tmp_path)) == [{"ordinal": 1}]
 
 

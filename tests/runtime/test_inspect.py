@@ -222,7 +222,7 @@ def test_a_damaged_checkpoint_is_reported_and_not_used(run_dir: Path):
     (run_dir / "checkpoints/step_000003/state.json").write_text("{")
     found = told(run_dir)
     assert [(one["step"], bool(one["damaged"])) for one in found["checkpoints"]] == [(1, False), (2, True), (3, True)]
-    assert not found["violations"] and sum("passed over by a resume" in note for note in found["notes"]) == 2
+    assert not found["violations"] and sum("a resume skips it" in note for note in found["notes"]) == 2
     assert found["checkpoints"][1]["damaged"] == "weights: cut off: 1 of 4 bytes"
     first = run_dir / "checkpoints/step_000001"
     shutil.copytree(first, first.with_suffix(".replaced"))  # used only if its successor is damaged

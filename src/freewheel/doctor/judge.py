@@ -33,18 +33,18 @@ NAMED = 5
 WHAT = "judge"
 QUESTION = JudgeRequest("4", prompt="What is 2 + 2?", reference="4")
 
-LATER = "ask again later, or give the judge a smaller max_concurrent_requests"
+LATER = "try again later, or set a smaller max_concurrent_requests"
 FAULTS: dict[Kind, tuple[str, str]] = {
-    Kind.AUTH: ("it refuses the key", "export {variable}=YOUR_KEY"),
-    Kind.FORBIDDEN: ("the key may not use it", "export {variable}=YOUR_KEY"),
+    Kind.AUTH: ("it rejects the key", "export {variable}=YOUR_KEY"),
+    Kind.FORBIDDEN: ("the key has no access to it", "export {variable}=YOUR_KEY"),
     Kind.NOT_FOUND: ("there is no such model or path", "{model_key}=A_NAME_IT_KNOWS"),
-    Kind.QUOTA: ("its account is empty", ""),
-    Kind.OVERLOADED: ("it answers with an error of its own", ""),
-    Kind.TIMEOUT: ("it does not answer in time", ""),
-    Kind.BROKEN: ("nobody answers there", "curl -v {url}"),
+    Kind.QUOTA: ("the account has no credit left", ""),
+    Kind.OVERLOADED: ("it answers with a server error", ""),
+    Kind.TIMEOUT: ("it did not answer in time", ""),
+    Kind.BROKEN: ("there is no answer", "curl -v {url}"),
     Kind.STALE: ("the connection was closed", "curl -v {url}"),
-    Kind.GARBAGE: ("what answers there is no chat-completions server", "curl -v {url}"),
-    Kind.REJECTED: ("it refuses the request", ""),
+    Kind.GARBAGE: ("the server there is not a chat-completions server", "curl -v {url}"),
+    Kind.REJECTED: ("it rejects the request", ""),
 }
 """Meaning and remedy of each failure. The two kinds of 429 are not faults."""
 
@@ -67,7 +67,7 @@ def of_run(settings: Mapping[str, Any] | None) -> tuple[JudgeConfig | None, list
 def at_url(url: str, model: str, key_variable: str | None) -> JudgeConfig:
     """Return a judge named on the command line."""
     if has_key(url):
-        raise ConfigError("--judge", "<hidden>", "a command line shows in ps: no key in it; put it into OPENAI_API_KEY")
+        raise ConfigError("--judge", "<hidden>", "a command line is visible in ps: put the key into OPENAI_API_KEY")
     settings: dict[str, Any] = {"endpoint": url, "model": model, "cache": False}
     if key_variable is not None:
         settings["api_key_env"] = key_variable
@@ -87,7 +87,7 @@ def ask(config: JudgeConfig, endpoint: Endpoint, *, model_key: str) -> list[Find
         variable = endpoint.api_key_env or config.api_key_env or "OPENAI_API_KEY"
         return [_explain(reply, where, {"variable": variable, "model_key": model_key, "url": endpoint.url}, models)]
     if reply.cut_off:
-        return [problem(WHAT, f"{where}: the reply was cut off, and such a reply is no score: raise max_tokens")]
+        return [problem(WHAT, f"{where}: the reply was cut off before its score: raise max_tokens")]
     try:
         value = make_reader(rubric)(reply.text).value
     except Unparseable as error:
@@ -121,7 +121,7 @@ def _explain(failure: Failure, where: str, words: dict[str, str], models: Sequen
     detail = failure.detail.removeprefix(f"{words['url']}: ")  # `where` names it
     if failure.kind not in FAULTS:
         after = "" if failure.retry_after_s is None else f", for {failure.retry_after_s:g} s"
-        return warning(WHAT, f"{where}: key and address are right, and it asks for patience{after}: {detail}", LATER)
+        return warning(WHAT, f"{where}: key and address are right, but it limits requests{after}: {detail}", LATER)
     meaning, remedy = FAULTS[failure.kind]
     if models:
         left = f" and {len(models) - NAMED} more" if len(models) > NAMED else ""

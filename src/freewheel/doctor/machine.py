@@ -122,7 +122,7 @@ def check_limits(host: Host, needs: Needs) -> Iterator[Finding]:
     if in_a_run >= wanted:
         yield ok("open files", detail)
     else:
-        why = f"{needs.connections:,} connections at once want" if needs.connections else "Ray wants"
+        why = f"{needs.connections:,} simultaneous connections need" if needs.connections else "Ray needs"
         detail += f", and {why} {wanted:,}: only the administrator can raise it further"
         yield warning("open files", detail, f"sudo prlimit --pid $$ --nofile={wanted}:{wanted}")
     wanted = PROCESSES_OF_A_RUN + THREADS_OF_AN_ACTOR * max(0, needs.actors - ACTORS)
@@ -130,7 +130,7 @@ def check_limits(host: Host, needs: Needs) -> Iterator[Finding]:
     if host.processes - host.processes_now >= wanted:
         yield ok("processes", detail)
     else:
-        detail += f": a run wants room for {wanted:,}, threads counted"
+        detail += f": a run needs room for {wanted:,}, including threads"
         yield warning("processes", detail, "ulimit -u unlimited; in a container: docker run --pids-limit=-1")
 
 
@@ -140,7 +140,7 @@ def check_memory_and_cpus(host: Host, machine: Machine, needs: Needs) -> Iterato
     if host.memory_free >= wanted:
         yield ok("memory", detail)
     else:
-        detail += f", and about {size(wanted)} are wanted ({count_of(needs.actors, 'actor')}, Ray, models)"
+        detail += f", and a run needs about {size(wanted)} ({count_of(needs.actors, 'actor')}, Ray, models)"
         if 0 < machine.memory_bytes < wanted:
             yield problem("memory", f"{detail}: more than this machine has", SMALLER_RUN)
         else:
@@ -149,7 +149,7 @@ def check_memory_and_cpus(host: Host, machine: Machine, needs: Needs) -> Iterato
     if needs.threads <= machine.cpus:
         yield ok("CPUs", detail)
     else:
-        detail += f" for {needs.threads} threads that compute: they take turns"
+        detail += f" for {needs.threads} computing threads, which share them"
         yield warning("CPUs", detail, "rollout.replicas=1 rollout.threads=1 trainer.threads=1")
 
 
@@ -187,10 +187,10 @@ def check_shared_memory(*, needed_bytes: int = 0, folder: Path = SHARED_MEMORY) 
     in_container = "in a container: docker run --shm-size=…"
     detail = f"{folder}: {size(usage.free)} of {size(usage.total)} free"
     if needed_bytes and usage.free < needed_bytes:
-        detail += f", and a version of the weights takes {size(needed_bytes)}: it goes over a disk ({in_container})"
+        detail += f", and a version of the weights takes {size(needed_bytes)}, on a disk instead ({in_container})"
         yield warning(what, detail, larger)
     elif usage.total < SMALL_SHARED:
-        detail = f"{folder} has {size(usage.total)}: Ray and vLLM want {size(SMALL_SHARED)} or more ({in_container})"
+        detail = f"{folder} has {size(usage.total)}: Ray and vLLM need {size(SMALL_SHARED)} or more ({in_container})"
         yield warning(what, detail, larger)
     else:
         yield ok(what, detail)
@@ -199,7 +199,7 @@ def check_shared_memory(*, needed_bytes: int = 0, folder: Path = SHARED_MEMORY) 
         words, left = shell_words(sorted(found, key=lambda path: -found[path]), NAMED)
         total = sum(found.values())
         more = f"; the command has the largest {NAMED}" if left else ""
-        detail = f"{count_of(len(found), 'file')}, {size(total)}, of processes that died and that no other uses{more}"
+        detail = f"{count_of(len(found), 'file')}, {size(total)}, left by dead processes and used by no other{more}"
         state = State.WARNING if total >= MUCH_LEFT else State.OK
         yield Finding(what=what, state=state, detail=detail, remedy=f"rm -f {words}")
 
@@ -332,7 +332,7 @@ def check_ray_folder(environ: Mapping[str, str] = os.environ) -> Iterator[Findin
         return
     detail = f"{folder}: {size(usage.free)} free, {1 - usage.free / max(usage.total, 1):.0%} used"
     if usage.free < (1 - FULL) * usage.total:
-        detail += f": from {FULL:.0%} on Ray puts no objects there"
+        detail += f": above {FULL:.0%} Ray stores no objects there"
         yield warning(what, detail, "export RAY_TMPDIR=A_FOLDER_ON_ANOTHER_DISK")
     else:
         yield ok(what, detail)
@@ -448,18 +448,18 @@ def _check_card(card: GpuCard, needed: int, *, is_too_large: bool) -> Finding:
     what, left = f"GPU {card.index}", card.total_bytes - card.used_bytes
     detail = f"{card.name}, {size(left)} of {size(card.total_bytes)} free"
     if needed > left:
-        detail += f", and the run wants about {size(needed)}"
+        detail += f", and the run needs about {size(needed)}"
     if is_too_large:
         return problem(what, f"{detail}: more than any GPU here has", SMALLER_STEP)
     if card.used_bytes <= IN_USE_SHARE * card.total_bytes:
         return warning(what, detail, SMALLER_STEP) if needed > left else ok(what, detail)
     if not card.holders:
-        return warning(what, f"{detail}: the rest is held by processes that cannot be seen from here", "nvidia-smi")
+        return warning(what, f"{detail}: processes that are not visible here use the rest", "nvidia-smi")
     listed = ", ".join(
         f"{holder.process} ({holder.name}" + (f", {size(holder.n_bytes)})" if holder.n_bytes else ")")
         for holder in card.holders
     )
     numbers = ",".join(str(holder.process) for holder in card.holders)
     one = len(card.holders) == 1
-    detail += f": {'process' if one else 'processes'} {listed} hold{'s' * one} the rest"
+    detail += f": {'process' if one else 'processes'} {listed} use{'s' * one} the rest"
     return warning(what, detail, f"ps -o pid,user,etime,args -p {numbers}")

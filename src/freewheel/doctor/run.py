@@ -220,7 +220,7 @@ def read_run(overrides: Sequence[str], config_path: str | None, config_name: str
     if errors or plan is None:
         return Run(config=config, plan=plan, findings=[problem(WHAT, text) for text in dict.fromkeys(map(str, errors))])
     steps = count_of(plan.total_steps, "step")
-    detail = f"{config.mode}, {steps} of {config.model.path} on {config.data.task}, nothing against it here"
+    detail = f"{config.mode}, {steps} of {config.model.path} on {config.data.task}, no problem found"
     return Run(config=config, plan=plan, findings=[ok(WHAT, detail)])
 
 

@@ -99,7 +99,7 @@ def packages(
 ) -> Iterator[Finding]:
     """Check freewheel and its extras. `trains`: the extra `train` must be installed."""
     if needs is None and have(PACKAGE) is None:
-        detail = f"{freewheel.__version__}, run from its source and not installed: which packages it needs is not known"
+        detail = f"{freewheel.__version__}, run from its source without installation, so its requirements are unknown"
         yield warning(PACKAGE, detail, f"pip install -e '.[{TRAIN}]'")
         return
     faults: dict[str, list[str]] = {}
@@ -157,10 +157,10 @@ def torch(driver: GpuDriver | None) -> Iterator[Finding]:
     elif not cuda:
         yield problem("torch", f"{detail}: {gpus} is here and cannot be used", other_build)
     elif driver.cuda and numbers(cuda)[0] > numbers(driver.cuda)[0]:
-        detail += f", and the driver ({driver.release}) goes up to CUDA {driver.cuda}"
+        detail += f", but the driver ({driver.release}) supports CUDA up to {driver.cuda}"
         yield problem("torch", detail, other_build)
     elif not answer.values["available"]:
-        why = answer.values["why"] or "it does not say why"
+        why = answer.values["why"] or "no reason was given"
         yield problem("torch", f"{detail}, and it cannot use {gpus}: {why}", "nvidia-smi")
     else:
         yield ok("torch", f"{detail}; driver {driver.release}")

@@ -92,7 +92,7 @@ def find_run(name: str) -> Run:
     """Open a run directory. Raises `ConfigError` if there is no run."""
     folder, notes = Path(name).expanduser(), []
     if not folder.is_dir():
-        raise ConfigError("RUN", name, "there is no such folder: give the one that the run said at its start")
+        raise ConfigError("RUN", name, "there is no such folder: give the one that was printed at the start of the run")
     if not any((folder / one).exists() for one in (CONFIG, JOURNAL, CHECKPOINTS)):
         remedy = f"it has no {CONFIG}, no {JOURNAL} and no {CHECKPOINTS}: it is not a run's folder"
         raise ConfigError("RUN", name, remedy)
@@ -108,7 +108,7 @@ def inspect(run: Run) -> Report:
     """Audit the whole run."""
     holder, notes, violations = live_holder(run.folder), [*run.notes], []
     if holder:
-        notes.append(f"the run is live ({holder}): prompts in flight are open or taken, and that is as it should be")
+        notes.append(f"the run is live ({holder}): unfinished prompts are open or taken, which is normal")
     saved, marks = read_checkpoints(run.folder)
     bounds = run.config.bounds if run.config else None
     settings: dict[str, Any] = {
@@ -122,12 +122,12 @@ def inspect(run: Run) -> Report:
             found = audit(journal, **settings)
         facts = _facts(run, found) if journal is not None else None
     except JournalDamaged as error:
-        violations.append(f"the journal cannot be read ({error}): a resume moves it aside and goes by the checkpoint")
+        violations.append(f"the journal cannot be read ({error}): a resume moves it aside and uses the checkpoint")
         found = audit(None, **settings)
     if facts is None and not violations:
         _without_journal(run, begun=bool(saved) or not holder, notes=notes, violations=violations)
     notes += [f"{path.name}: a damaged journal that was set aside" for path in sorted(run.folder.glob(ASIDE))]
-    notes += [f"{one.path}: damaged, and passed over by a resume: {one.damaged}" for one in saved if one.damaged]
+    notes += [f"{one.path}: damaged, so a resume skips it: {one.damaged}" for one in saved if one.damaged]
     return Report(
         run=str(run.folder),
         live=holder,
@@ -175,7 +175,9 @@ def open_journal(run: Run) -> Iterator[Journal | None]:
     except JournalDamaged:
         raise
     except (JournalError, sqlite3.Error, OSError) as error:
-        raise ConfigError("RUN", str(run.folder), f"{JOURNAL} cannot be opened ({error}): may you read it?") from error
+        raise ConfigError(
+            "RUN", str(run.folder), f"{JOURNAL} cannot be opened ({error}): check its permissions"
+        ) from error
     try:
         yield journal
     except JournalBusy as error:  # another process started to write it

@@ -226,7 +226,7 @@ class WandbSink:
 def _no_login(wandb: Any) -> str:
     """Return why nothing can be sent now; empty if it can."""
     try:
-        return "" if wandb.login(prompt=False) else "nobody is logged in"
+        return "" if wandb.login(prompt=False) else "no login was found"
     except wandb.Error as error:
         return f"{type(error).__name__}: {error}"
 
@@ -365,7 +365,7 @@ class Recorder:
             sink.write(kind, step, values)
             return
         except Exception as error:  # noqa: BLE001  # other people's code; training goes on without it
-            log.warning("%s is switched off: %s: %s. Training goes on", _name(sink), type(error).__name__, error)
+            log.warning("%s is switched off: %s: %s. Training continues", _name(sink), type(error).__name__, error)
         self._sinks.remove(sink)
         _close(sink, logging.DEBUG)
 

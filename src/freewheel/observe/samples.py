@@ -54,7 +54,7 @@ class Samples:
         except Exception as error:  # noqa: BLE001  # a tokenizer of a user's may raise anything
             if not self._said:
                 self._said = True
-                log.warning("Samples are not recorded: %s: %s. Training goes on", type(error).__name__, error)
+                log.warning("Samples are not recorded: %s: %s. Training continues", type(error).__name__, error)
 
 
 def segments(decode: Callable[[Any], str], tokens: Any, versions: Any) -> list[tuple[int, str]]:

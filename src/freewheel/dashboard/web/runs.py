@@ -157,11 +157,11 @@ def _mark(path: Path) -> tuple[int, int]:
 def describe_gaps(recorded: RecordedMetrics, step: int, unread: str = "") -> list[str]:
     """Describe what is missing in the metrics of a run that came to `step`; empty if nothing is. `unread`: why its
     journal could not be read."""
-    found = [f"{JOURNAL} cannot be read ({unread}): the run may have come further than is shown"] if unread else []
-    by = "its checkpoints" if unread else "its journal and its checkpoints, which the ledger shows"
-    known = f"That it came to step {step:,} is known by {by}" if step else "How far it came is not known"
+    found = [f"{JOURNAL} cannot be read ({unread}): the run may have gone further than shown"] if unread else []
+    by = "Its checkpoints show" if unread else "Its journal and checkpoints (see the ledger) show"
+    known = f"{by} that it reached step {step:,}" if step else "How far it got is unknown"
     if not recorded.exists:
-        return [f"{METRICS} is missing or cannot be opened: there are no curves. {known}", *found]
+        return [f"{METRICS} is missing or cannot be opened, so there are no curves. {known}", *found]
     if recorded.bad_lines:
         found.append(f"{recorded.bad_lines:,} line{'s' * (recorded.bad_lines > 1)} of {METRICS} could not be read")
     told, last = recorded.steps.rows, int(recorded.steps.last("step") or 0)
@@ -286,10 +286,10 @@ class Runs:
         self._must_exist = must_exist
         for given, path in zip(names, self._named, strict=True):
             if must_exist and not path.is_dir():
-                raise ConfigError("RUN", given, "there is no such folder: give a run's, or one with runs in it")
+                raise ConfigError("RUN", given, "there is no such folder: give one that is a run or contains runs")
         if must_exist and not self.all():
             said = ", ".join(names)
-            raise ConfigError("RUN", said, f"no run is in it: a run's folder has a {CONFIG} or a {METRICS}")
+            raise ConfigError("RUN", said, f"it contains no run: a run's folder has a {CONFIG} or a {METRICS}")
 
     def all(self) -> list[RunView]:
         """Return the runs in the order of their names on the command line; within a folder, the latest start first."""

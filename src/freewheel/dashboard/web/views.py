@@ -228,7 +228,7 @@ def now(view: RunView) -> dict[str, Any]:
     state, step = view.state, view.step
     gone = describe_gaps(recorded, step, view.unread) if state in ("live", "finished", "ended") else []
     if gone and not 0 < step < FEWEST_STEPS and found.trend == "unknown":
-        found = Learning("unknown", "Whether it learns cannot be said: the rows that would tell are not there")
+        found = Learning("unknown", "Whether it learns is unknown: the rows that show it are missing")
     pulses = recorded.pulses
     return {
         "state": state,
