@@ -220,6 +220,19 @@ async def test_a_queue_starts_from_what_its_journal_and_the_checkpoint_have(
     assert all(file.stat().st_mode & 0o077 == 0 for file in files), "prompts and responses are nobody else's"
 
 
+async def test_a_restarted_queue_knows_the_tickets_of_live_rollouters(tmp_path: Path) -> None:
+    write_one_step(tmp_path)
+    mine = Ticket(6, 6, 0)
+    found = await opened(tmp_path, None, in_flight={"rollouter-0": [mine]})
+    stats = await found.queue.stats()
+    assert (found.queue.step, stats["queue_size"]) == (1, 2)
+    await found.queue.confirm_published(1)
+    (next_one, *_) = (await found.queue.admit("rollouter-1", want=1, load=0, wait_s=1.0, holding=[])).tickets
+    assert next_one.ordinal == 7
+    assert await found.queue.release_replica("rollouter-0") == 1
+    await found.close()
+
+
 @pytest.mark.parametrize("damage", [overwrite, damage_inside])
 async def test_a_damaged_journal_is_set_aside_and_the_run_continues_from_the_checkpoint(
     tmp_path: Path, damage: Any

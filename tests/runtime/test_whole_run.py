@@ -229,7 +229,7 @@ def test_a_whole_run_trains_records_and_cleans_up(tmp_path: Path) -> None:
 STEPS = 24
 """Steps of a run with failures: enough for all of them to happen before its end."""
 PROMPTS = list(range(4 * STEPS))
-SILENT_S = 6.0
+SILENT_S = 8.0
 ROUNDS = (
     (("queue", signal.SIGKILL, "queue"), ("rollouter-0", signal.SIGKILL, "rollouter-0")),
     (("rank-1", signal.SIGKILL, "rank-1"),),
