@@ -30,12 +30,12 @@ from freewheel.utils.http import server_log
 
 EVICT_IDLE_S = 5.0
 """A connection that has been idle for less may be about to be used: closing it would break a request on its way."""
-LINGER_S = 5.0
+_LINGER_S = 5.0
 """A refused body is read and discarded for this long; if the connection closed at once, the client would not see why.
 """
 GONE = 499
 """The status that proxies log for a client that closed its connection. No client sees it."""
-EVENTS_TYPE = "text/event-stream; charset=utf-8"
+_EVENTS_TYPE = "text/event-stream; charset=utf-8"
 
 Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
@@ -82,7 +82,7 @@ class Connections(web.Server):
             access_log=None,
             logger=server_log("freewheel.gateway.http"),
             keepalive_timeout=limits.keepalive_s,
-            lingering_time=LINGER_S,
+            lingering_time=_LINGER_S,
         )
         self._limits = limits
         self._counts = counts
@@ -202,7 +202,7 @@ class EventStream:
         self._timeout_s = write_timeout_s
         self._gone = False
         # Buffering proxies (nginx) would turn a stream into one late reply.
-        own = {hdrs.CONTENT_TYPE: EVENTS_TYPE, hdrs.CACHE_CONTROL: "no-cache", "X-Accel-Buffering": "no"}
+        own = {hdrs.CONTENT_TYPE: _EVENTS_TYPE, hdrs.CACHE_CONTROL: "no-cache", "X-Accel-Buffering": "no"}
         self.response = web.StreamResponse(headers={**own, **headers, "x-freewheel-cache": "miss"})
 
     async def write(self, chunk: bytes) -> None:

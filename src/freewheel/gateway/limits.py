@@ -210,7 +210,7 @@ class Load:
 
 
 TOKEN_ENV = "FREEWHEEL_GATEWAY_TOKEN"
-LEAST_TOKEN_CHARS = 16
+_LEAST_TOKEN_CHARS = 16
 """A shorter token could be guessed at the rate at which the gateway answers. `openssl rand -hex 32` makes a good one.
 """
 
@@ -225,8 +225,8 @@ class Doorkeeper:
             raise ConfigError(
                 "--host", host, f"other machines could spend your judge's budget: set {token_env}, or use 127.0.0.1"
             )
-        if token is not None and len(token.reveal()) < LEAST_TOKEN_CHARS:
-            raise ConfigError(token_env, "<hidden>", f"give a token of at least {LEAST_TOKEN_CHARS} characters")
+        if token is not None and len(token.reveal()) < _LEAST_TOKEN_CHARS:
+            raise ConfigError(token_env, "<hidden>", f"give a token of at least {_LEAST_TOKEN_CHARS} characters")
         self._digest = _digest(token.reveal().encode()) if token is not None else None
 
     def check(self, headers: Mapping[str, str]) -> None:

@@ -43,22 +43,22 @@ from freewheel.utils.waiting import unless_stopped, wait_for_event
 
 log = logging.getLogger("freewheel.gateway")
 
-BACKLOG = 4096
+_BACKLOG = 4096
 """Connections that may wait to be accepted, for workers that start together."""
-CLOSE_GRACE_S = 5.0
+_CLOSE_GRACE_S = 5.0
 """Time for finished replies to be sent at the end."""
-OPENRLHF_DEADLINE_S = 170.0
+_OPENRLHF_DEADLINE_S = 170.0
 """OpenRLHF gives up after 180 s. An earlier answer gives the reason, and it asks only for the missing ones."""
-SLIME_DEADLINE_S = 110.0
+_SLIME_DEADLINE_S = 110.0
 """slime gives up after 120 s."""
 
-LIMIT_CODES = frozenset({"body_too_large", "batch_too_large", "body_timeout", "queue_full", "draining"})
+_LIMIT_CODES = frozenset({"body_too_large", "batch_too_large", "body_timeout", "queue_full", "draining"})
 """Problems that count as a reached limit."""
-DEADLINE_HEADER = "x-freewheel-deadline-s"
-SERVER_NAME = "freewheel"
-JSON_TYPE = "application/json"
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_DEADLINE_HEADER = "x-freewheel-deadline-s"
+_SERVER_NAME = "freewheel"
+_JSON_TYPE = "application/json"
+_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 Route = Callable[["Gateway", web.BaseRequest], Awaitable[web.StreamResponse]]
 
@@ -83,7 +83,7 @@ class Gateway:
         self._connections = Connections(self.handle, self.limits, self.counts, busy)
         loop = asyncio.get_running_loop()
         # Bind first: if the port is taken, the cache of the other gateway must not be opened.
-        self._server = await loop.create_server(self._connections, host, port, backlog=BACKLOG, start_serving=False)
+        self._server = await loop.create_server(self._connections, host, port, backlog=_BACKLOG, start_serving=False)
         try:
             await self.judge.start()
             await self._server.start_serving()
@@ -99,11 +99,11 @@ class Gateway:
         until_idle = wait_for_event(self._connections.none_busy, drain_s)
         await unless_stopped(until_idle, at_once or asyncio.Event())
         await self.judge.close()  # what is still open ends as cancelled, which its client sees as a 503
-        await wait_for_event(self._connections.none_busy, CLOSE_GRACE_S)
+        await wait_for_event(self._connections.none_busy, _CLOSE_GRACE_S)
         self._server.close()
         self._connections.abort_all()
-        await wait_for_event(self._connections.none_open, CLOSE_GRACE_S)
-        await self._connections.shutdown(CLOSE_GRACE_S)
+        await wait_for_event(self._connections.none_open, _CLOSE_GRACE_S)
+        await self._connections.shutdown(_CLOSE_GRACE_S)
         await self._server.wait_closed()
 
     # -- one request --------------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ class Gateway:
             raise ConnectionResetError("the client does not take its reply") from None
 
     def _report(self, problem: Problem) -> web.Response:
-        if problem.code in LIMIT_CODES:
+        if problem.code in _LIMIT_CODES:
             self.counts.rejected[problem.code] += 1
         return _reply(problem.body(), status=problem.status, headers=problem.headers)
 
@@ -167,7 +167,7 @@ class Gateway:
         length = None if hdrs.CONTENT_ENCODING in request.headers else request.content_length
         with self._load.hold_bytes(length) as correct:
             if request.headers.get(hdrs.EXPECT, "").lower() == "100-continue":
-                await request.writer.write(CONTINUE)  # curl waits a second for it before it sends a large body
+                await request.writer.write(_CONTINUE)  # curl waits a second for it before it sends a large body
                 request.writer.output_size = 0
             try:
                 async with asyncio.timeout(self.limits.body_timeout_s):
@@ -183,7 +183,7 @@ class Gateway:
             yield body
 
     async def _ask(self, request: web.BaseRequest, batch: Sequence[Request], deadline_s: float | None) -> list[Any]:
-        given = request.headers.get(DEADLINE_HEADER)
+        given = request.headers.get(_DEADLINE_HEADER)
         if given is not None:
             deadline_s = _deadline_s(given)
         deadline_at = time.monotonic() + deadline_s if deadline_s is not None else None
@@ -225,7 +225,7 @@ class Gateway:
         return _reply(verdict.content, headers=headers)
 
     async def _chat_stream(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
-        stream = EventStream(request, self.limits.write_timeout_s, {hdrs.SERVER: SERVER_NAME})
+        stream = EventStream(request, self.limits.write_timeout_s, {hdrs.SERVER: _SERVER_NAME})
         try:
             # No deadline unless the client sets one: a started stream may take as long as it likes.
             [verdict] = await self._ask(request, [ChatRequest(body, sink=stream.write)], None)
@@ -242,15 +242,15 @@ class Gateway:
         return _reply(shapes.write_score(batch, verdicts))
 
     async def _openrlhf(self, request: web.BaseRequest) -> web.StreamResponse:
-        _, verdicts = await self._judge(request, shapes.read_openrlhf, OPENRLHF_DEADLINE_S)
+        _, verdicts = await self._judge(request, shapes.read_openrlhf, _OPENRLHF_DEADLINE_S)
         return _reply(shapes.write_openrlhf(verdicts))
 
     async def _slime(self, request: web.BaseRequest) -> web.StreamResponse:
-        _, verdicts = await self._judge(request, lambda body: [shapes.read_slime(body)], SLIME_DEADLINE_S)
+        _, verdicts = await self._judge(request, lambda body: [shapes.read_slime(body)], _SLIME_DEADLINE_S)
         return _reply(shapes.write_slime(verdicts[0], request.query.get("key")))
 
     async def _list_models(self, request: web.BaseRequest) -> web.StreamResponse:
-        model = {"id": self._config.model, "object": "model", "created": 0, "owned_by": SERVER_NAME}
+        model = {"id": self._config.model, "object": "model", "created": 0, "owned_by": _SERVER_NAME}
         return _reply(msgspec.json.encode({"object": "list", "data": [model]}))
 
     async def _health(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -275,7 +275,7 @@ class Gateway:
             draining=int(self._draining),
         )
         text = self.judge.stats().prometheus() + own
-        return _reply(text.encode(), headers={hdrs.CONTENT_TYPE: METRICS_TYPE})
+        return _reply(text.encode(), headers={hdrs.CONTENT_TYPE: _METRICS_TYPE})
 
 
 ROUTES: dict[str, dict[str, Route]] = {
@@ -290,7 +290,7 @@ ROUTES: dict[str, dict[str, Route]] = {
 
 
 def _reply(body: bytes, *, status: int = HTTPStatus.OK, headers: dict[str, str] | None = None) -> web.Response:
-    own: dict[str, str] = {hdrs.CONTENT_TYPE: JSON_TYPE, hdrs.SERVER: SERVER_NAME}
+    own: dict[str, str] = {hdrs.CONTENT_TYPE: _JSON_TYPE, hdrs.SERVER: _SERVER_NAME}
     return web.Response(body=body, status=int(status), headers={**own, **(headers or {})})
 
 
@@ -300,7 +300,7 @@ def _deadline_s(text: str) -> float:
     except ValueError:
         seconds = math.nan
     if not (math.isfinite(seconds) and seconds > 0):
-        raise bad_field(DEADLINE_HEADER, text, "give seconds, above 0")
+        raise bad_field(_DEADLINE_HEADER, text, "give seconds, above 0")
     return seconds
 
 

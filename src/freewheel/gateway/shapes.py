@@ -24,7 +24,7 @@ from freewheel.judge.judge import as_requests
 from freewheel.judge.request import JudgeRequest
 from freewheel.judge.verdict import Failed, Scored, Verdict, plain_verdict
 
-END_MARKS: Final = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<end_of_turn>", "<eos>", "</s>")
+_END_MARKS: Final = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<end_of_turn>", "<eos>", "</s>")
 """End-of-turn marks of templates. OpenRLHF decodes special tokens too; they are not part of the response."""
 
 
@@ -164,7 +164,7 @@ def _after(query: str, prompt: str) -> str:
     """Return the part after the prompt. A tokenizer may put a mark before the prompt, so it is searched."""
     at = query.find(prompt)
     response = query[at + len(prompt) :] if at >= 0 else query
-    while (mark := next((mark for mark in END_MARKS if response.rstrip().endswith(mark)), None)) is not None:
+    while (mark := next((mark for mark in _END_MARKS if response.rstrip().endswith(mark)), None)) is not None:
         response = response.rstrip().removesuffix(mark)
     return response
 

@@ -41,20 +41,20 @@ from freewheel.utils.http import is_loopback
 
 log = logging.getLogger("freewheel.judge")
 
-KEEPIDLE_S = 30
+_KEEPIDLE_S = 30
 """Idle connections are probed this often. Load balancers silently forget them after a few minutes."""
-KEEPALIVE_S = 300.0
+_KEEPALIVE_S = 300.0
 """A TLS handshake costs 1.1 ms of CPU on either side, so connections outlast the pause between two training steps."""
-CONNECT_TIMEOUT_S = 10.0
+_CONNECT_TIMEOUT_S = 10.0
 """A host that accepts no connection by then is down. Waiting longer only delays the retry elsewhere."""
-WHOLE_BODY_BYTES = 1 << 20
+_WHOLE_BODY_BYTES = 1 << 20
 """A larger body is written in pieces. In one piece it would block the loop, and aiohttp warns about it."""
 MAX_REPLY_BYTES = 16 << 20
 """No verdict is longer. A server that streams without end must not fill our memory."""
-MODELS_PATH = "/models"
+_MODELS_PATH = "/models"
 """Where an endpoint lists its models, next to chat completions."""
-USER_AGENT = "freewheel-judge"
-LEAST_KEY_CHARS = 12
+_USER_AGENT = "freewheel-judge"
+_LEAST_KEY_CHARS = 12
 """A shorter key is a local server's placeholder (`EMPTY`, `x`). Removing it from replies would change scores."""
 
 Read = Callable[[bytes], Reply | Failure]
@@ -70,7 +70,7 @@ def _open_socket(address: aiohttp.AddrInfoType) -> socket.socket:
     opened = socket.socket(family, kind, protocol)
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if hasattr(socket, "TCP_KEEPIDLE"):
-        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPIDLE_S)
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPIDLE_S)
     _opened.get([False])[0] = True
     return opened
 
@@ -84,7 +84,7 @@ def open_connector(config: JudgeConfig) -> aiohttp.TCPConnector:
         except (OSError, ssl.SSLError) as error:
             raise ConfigError("ca_file", config.ca_file, f"it cannot be read as a CA bundle: {error}") from None
     return aiohttp.TCPConnector(
-        limit=0, keepalive_timeout=KEEPALIVE_S, ttl_dns_cache=60, ssl=context, socket_factory=_open_socket
+        limit=0, keepalive_timeout=_KEEPALIVE_S, ttl_dns_cache=60, ssl=context, socket_factory=_open_socket
     )
 
 
@@ -100,7 +100,7 @@ class ChatClient:
         self._sent_with = (
             f"no key was sent: set {endpoint.api_key_env or config.api_key_env or 'api_key_env'}, or give api_key"
         )
-        headers = {"Content-Type": "application/json", "User-Agent": USER_AGENT}
+        headers = {"Content-Type": "application/json", "User-Agent": _USER_AGENT}
         if self._key is not None:
             self._sent_with = f"sent with the key from {self._key.source}"
             name = endpoint.api_key_header
@@ -113,7 +113,7 @@ class ChatClient:
             connector_owner=False,
             headers=headers,
             cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
         )
 
     async def ask(self, body: bytes, read: Read = read_completion) -> Reply | Failure:
@@ -160,7 +160,7 @@ class ChatClient:
         _opened.set(opened)
         response: aiohttp.ClientResponse | None = None
         try:
-            data = body if len(body) <= WHOLE_BODY_BYTES else io.BytesIO(body)
+            data = body if len(body) <= _WHOLE_BODY_BYTES else io.BytesIO(body)
             response = await self._session.post(self._url, data=data, proxy=self._proxy, allow_redirects=False)
             if response.status == HTTPStatus.OK:
                 return await use(response)
@@ -177,7 +177,7 @@ class ChatClient:
 
     async def models(self) -> list[str]:
         """Return the models that the endpoint lists, if it does. The caller sets the time limit."""
-        url = self._url.with_path(self._url.path.removesuffix(COMPLETIONS_PATH) + MODELS_PATH)
+        url = self._url.with_path(self._url.path.removesuffix(COMPLETIONS_PATH) + _MODELS_PATH)
         try:
             async with self._session.get(url, proxy=self._proxy, allow_redirects=False) as response:
                 content = await _content(response) if response.status == HTTPStatus.OK else b""
@@ -211,7 +211,7 @@ class ChatClient:
     def _redact_echo(self, reply: str) -> str:
         """Remove the key from a reply, because replies are cached and shown."""
         key = self._key.reveal() if self._key is not None else ""
-        return self._redact(reply) if len(key) >= LEAST_KEY_CHARS and key in reply else reply
+        return self._redact(reply) if len(key) >= _LEAST_KEY_CHARS and key in reply else reply
 
 
 async def _content(response: aiohttp.ClientResponse) -> bytes:

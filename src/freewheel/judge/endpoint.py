@@ -23,11 +23,11 @@ from freewheel.judge.stats import EndpointStats, State
 
 NEVER = math.inf
 
-BYTES_PER_TOKEN = 4.0
+_BYTES_PER_TOKEN = 4.0
 """First estimate of a prompt's UTF-8 bytes per token. The judge's own counts correct it."""
-FIRST_COMPLETION_TOKENS = 64.0
+_FIRST_COMPLETION_TOKENS = 64.0
 """First estimate of a reply's tokens where `max_tokens` is not set. The judge's own counts correct it."""
-LEARNING = 1 / 16
+_LEARNING = 1 / 16
 """Weight of one reply in those corrections."""
 LATENCIES_KEPT = 1024
 """The most recent latencies decide: enough for a 99th percentile, and few enough to sort."""
@@ -201,9 +201,9 @@ class EndpointState:
         """What the calls under way may cost."""
         self.stats = EndpointStats(url=self.url, model=self.model)
         self._price = config.prices.get(self.model)
-        self._bytes_per_token = BYTES_PER_TOKEN
+        self._bytes_per_token = _BYTES_PER_TOKEN
         longest = config.max_tokens or config.sampling.get("max_completion_tokens")
-        self._completion_tokens = float(longest or FIRST_COMPLETION_TOKENS)
+        self._completion_tokens = float(longest or _FIRST_COMPLETION_TOKENS)
         self._longest_completion = float(longest or 0)
         self._longest_is_bound = longest is not None
 
@@ -230,8 +230,8 @@ class EndpointState:
         """What a call may cost, by `most_tokens`, else by `max_tokens`, else by the longest reply so far."""
         if self._price is None:
             return 0.0
-        prompt_tokens = body_bytes / min(self._bytes_per_token, BYTES_PER_TOKEN)
-        return self._price.of(prompt_tokens, most_tokens or self._longest_completion or FIRST_COMPLETION_TOKENS)
+        prompt_tokens = body_bytes / min(self._bytes_per_token, _BYTES_PER_TOKEN)
+        return self._price.of(prompt_tokens, most_tokens or self._longest_completion or _FIRST_COMPLETION_TOKENS)
 
     def send(self, now: float, body_bytes: int, most_tokens: int | None = None) -> Permit:
         tokens = self._tokens(body_bytes)
@@ -255,8 +255,8 @@ class EndpointState:
             stats.prompt_tokens += usage.prompt_tokens
             stats.completion_tokens += usage.completion_tokens
             if usage.prompt_tokens:
-                self._bytes_per_token += LEARNING * (body_bytes / usage.prompt_tokens - self._bytes_per_token)
-            self._completion_tokens += LEARNING * (usage.completion_tokens - self._completion_tokens)
+                self._bytes_per_token += _LEARNING * (body_bytes / usage.prompt_tokens - self._bytes_per_token)
+            self._completion_tokens += _LEARNING * (usage.completion_tokens - self._completion_tokens)
             self._longest_completion = max(self._longest_completion, usage.completion_tokens)
             if self._price is not None:
                 stats.cost += self._price.of(usage.prompt_tokens, usage.completion_tokens)

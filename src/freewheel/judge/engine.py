@@ -36,21 +36,21 @@ from freewheel.judge.verdict import Failed, Reason, Scored, Skipped, Usage
 
 log = logging.getLogger("freewheel.judge")
 
-SWEEP_S = 0.025
+_SWEEP_S = 0.025
 """How often time limits are checked. Deadlines are kept to within 100 ms, and the way back needs some of that."""
-MOST_STALE = 2
+_MOST_STALE = 2
 """How often one request may meet a connection that the server had closed. The pool may hold more than one of them."""
-ELSEWHERE_S = 0.1
+_ELSEWHERE_S = 0.1
 """Pause of a request that another endpoint may take. That endpoint may be full for a moment."""
 
 LAG_WARN_S = 0.05
 """A mean delay of the event loop worth a warning: it is more than the network round trip to most judges."""
 LAG_SMOOTHING = 1 / 128
 """Weight of one measurement of that delay: about three seconds of memory."""
-LAG_WARN_EVERY_S = 60.0
-STATS_EVERY_S = 60.0
+_LAG_WARN_EVERY_S = 60.0
+_STATS_EVERY_S = 60.0
 """How often a working engine logs its statistics."""
-REMEMBER_EVERY_S = 5.0
+_REMEMBER_EVERY_S = 5.0
 """How often the limiters' memory is written: a kill -9 loses at most this much of it."""
 
 Request = JudgeRequest | ChatRequest
@@ -192,28 +192,28 @@ class Engine:
 
     async def _tend(self) -> None:
         """Keep time limits, measure this loop's delay, log statistics, and keep the limiters' memory on disk."""
-        warned_at, logged, remembered_at = -LAG_WARN_EVERY_S, 0, time.monotonic()
-        log_at = remembered_at + STATS_EVERY_S
+        warned_at, logged, remembered_at = -_LAG_WARN_EVERY_S, 0, time.monotonic()
+        log_at = remembered_at + _STATS_EVERY_S
         while True:
             await self._busy.wait()
-            due = time.monotonic() + SWEEP_S
-            await asyncio.sleep(SWEEP_S)
+            due = time.monotonic() + _SWEEP_S
+            await asyncio.sleep(_SWEEP_S)
             now = time.monotonic()
             self._end_overdue(now)
             self._pump()
             self._lag_s += LAG_SMOOTHING * (now - due - self._lag_s)
-            if self._lag_s > LAG_WARN_S and now - warned_at > LAG_WARN_EVERY_S:
+            if self._lag_s > LAG_WARN_S and now - warned_at > _LAG_WARN_EVERY_S:
                 warned_at = now
                 remedy = "the machine has no spare core, or other code blocks this loop"
                 if self._config.placement == "thread":
                     remedy = "this process's Python code starves its thread; use placement='process'"
                 log.warning("the judge's event loop runs %.0f ms late on average: %s", self._lag_s * 1e3, remedy)
             if now >= log_at:
-                log_at = now + STATS_EVERY_S
+                log_at = now + _STATS_EVERY_S
                 if self._stats.submitted > logged:
                     logged = self._stats.submitted
                     log.info(self.stats().line())
-            if now - remembered_at > REMEMBER_EVERY_S:
+            if now - remembered_at > _REMEMBER_EVERY_S:
                 remembered_at = now
                 self._remember()
 
@@ -324,7 +324,7 @@ class Engine:
                 self._endpoints, now, inflight.size, inflight.avoid, inflight.avoid_until
             )
             if endpoint is None and inflight.avoid_until > now and len(self._endpoints) > 1:
-                self._send_after(ELSEWHERE_S, ready.popleft())  # others may go where it may not: let them pass
+                self._send_after(_ELSEWHERE_S, ready.popleft())  # others may go where it may not: let them pass
             elif endpoint is None:
                 if self._calls_out == 0 or self._down_since is not None:
                     self._give_up(now)
@@ -380,7 +380,7 @@ class Engine:
                 self._watch_outage(now, "")
             self._read(inflight, outcome)
         else:
-            if outcome.kind is Kind.STALE and inflight.stales >= MOST_STALE:
+            if outcome.kind is Kind.STALE and inflight.stales >= _MOST_STALE:
                 outcome = outcome._replace(kind=Kind.BROKEN)
             failure = endpoint.failed(permit, now, outcome)
             self._watch_outage(now, failure.detail)
@@ -436,7 +436,7 @@ class Engine:
         wait_s = backoff_s(failures, failure.retry_after_s, random.random)
         if any(other.works() for other in self._endpoints if other is not endpoint):
             inflight.avoid_until = now + wait_s
-            wait_s = min(wait_s, ELSEWHERE_S)
+            wait_s = min(wait_s, _ELSEWHERE_S)
         if now + wait_s >= inflight.deadline_at:
             left_s = inflight.deadline_at - now
             detail = f"{failure.detail} (next try in {wait_s:.3g} s, deadline in {left_s:.3g} s)"

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from freewheel.judge.client import ChatClient
     from freewheel.judge.engine import InFlightRequest
 
-CHAT_VERSION = b"freewheel-chat-1"
+_CHAT_VERSION = b"freewheel-chat-1"
 """Must change with the way in which the key of a chat body is computed."""
-PRIVATE_FIELDS = ("user", "metadata", "safety_identifier")
+_PRIVATE_FIELDS = ("user", "metadata", "safety_identifier")
 """Fields that identify the client. They do not change the answer."""
 
 _MARK = "\x00user\x00"
@@ -141,7 +141,7 @@ class ChatExchange:
     def __init__(self, config: JudgeConfig) -> None:
         self._model = config.model
         first = config.endpoints[0]
-        self._base = hashlib.sha256(CHAT_VERSION)
+        self._base = hashlib.sha256(_CHAT_VERSION)
         for part in (first.url.encode(), (first.model or config.model).encode()):
             self._base.update(b"%d:" % len(part) + part)
 
@@ -153,7 +153,7 @@ class ChatExchange:
         wants_sample = fields.get("temperature") != 0 and fields.get("seed") is None
         if request.sink is not None or (wants_sample and not request.shares_samples):
             return unique
-        for name in PRIVATE_FIELDS:
+        for name in _PRIVATE_FIELDS:
             fields.pop(name, None)
         digest = self._base.copy()
         digest.update(msgspec.json.encode(fields, order="sorted"))

@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("freewheel.judge")
 
-CLOSE_TIMEOUT_S = 5.0
+_CLOSE_TIMEOUT_S = 5.0
 """How long `close` may take: it closes connections and writes the cache."""
 STATS_TIMEOUT_S = 2.0
 """An engine that does not answer by then is busy or dead, and its last figures are returned."""
-FROM_CONFIG: Final = -1.0
+_FROM_CONFIG: Final = -1.0
 """Default of `deadline_s`: the config's `batch_deadline_s`."""
 
 Requests = Iterable[JudgeRequest | str | Mapping[str, str]]
@@ -92,7 +92,7 @@ def _as_request(index: int, given: object) -> JudgeRequest:
 
 def _deadline_at(deadline_s: float | None, config: JudgeConfig) -> float | None:
     """In `time.monotonic()` seconds; None means no limit."""
-    if deadline_s is FROM_CONFIG:
+    if deadline_s is _FROM_CONFIG:
         deadline_s = config.batch_deadline_s
     elif deadline_s is not None:
         check_number("deadline_s", deadline_s, above=0, optional=True)
@@ -129,11 +129,11 @@ class Judge:
                     link.start()
                 except BaseException:  # Ctrl-C may come while the thread starts: it must not stay behind
                     self._link = None
-                    link.join(CLOSE_TIMEOUT_S)
+                    link.join(_CLOSE_TIMEOUT_S)
                     raise
         return self
 
-    def submit(self, requests: Requests, *, deadline_s: float | None = FROM_CONFIG) -> Handle:
+    def submit(self, requests: Requests, *, deadline_s: float | None = _FROM_CONFIG) -> Handle:
         """Submit a batch and return at once. A plain string is a response without a question.
 
         `deadline_s` overrides the config's `batch_deadline_s` for this batch; None means no limit.
@@ -152,7 +152,7 @@ class Judge:
         if self._closed:
             raise JudgeClosed("the judge is closed; make another one")
 
-    async def score(self, requests: Requests, *, deadline_s: float | None = FROM_CONFIG) -> list[Verdict]:
+    async def score(self, requests: Requests, *, deadline_s: float | None = _FROM_CONFIG) -> list[Verdict]:
         """Submit and wait, without blocking the loop. Cancelling the caller cancels the batch."""
         handle = self.submit(requests, deadline_s=deadline_s)
         try:
@@ -188,7 +188,7 @@ class Judge:
     def _last_stats(self) -> JudgeStats:
         return msgspec.structs.replace(self._tracker.last_stats, restarts=self._tracker.restarts)
 
-    def close(self, *, drain: bool = False, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+    def close(self, *, drain: bool = False, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
         """End the engine. Open batches end as cancelled; `drain` waits up to `timeout_s` for them first.
 
         Idempotent. A judge that was never used closes at once.
@@ -282,7 +282,7 @@ class InlineJudge:
         self._running = False
         await self.engine.close()
 
-    async def score(self, requests: Requests, *, deadline_s: float | None = FROM_CONFIG) -> list[Verdict]:
+    async def score(self, requests: Requests, *, deadline_s: float | None = _FROM_CONFIG) -> list[Verdict]:
         """Return one verdict per request, in their order. Cancelling the caller cancels the batch."""
         return await self.ask(as_requests(requests), _deadline_at(deadline_s, self.config))
 

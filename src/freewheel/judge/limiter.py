@@ -25,103 +25,103 @@ START = 32
 """First limit for an unknown judge. Few judges refuse it, and 32 replies already show something."""
 MOST = 4096
 """The limit never exceeds this: one process runs out of sockets before the judge runs out of capacity."""
-IN_USE = 0.85
+_IN_USE = 0.85
 """The limit grows only while at least this share of it is in use. Otherwise growth would be an untested guess."""
-SLOW_START_GAIN = 2.5
+_SLOW_START_GAIN = 2.5
 """Growth per success while no bound is known: it more than triples the limit each round trip. A refusal comes at once
 and a plateau shows within a segment, so the overshoot is small. The limit reaches 400 in three round trips."""
-PROBE_GAIN = 0.5
+_PROBE_GAIN = 0.5
 """Growth per success long after the last bound was met: half as much again each round trip."""
 CUT = 0.97
 """A refusal is exact, because the accepted level is known, so the step back is small."""
-CUBIC_SCALE = 0.03
+_CUBIC_SCALE = 0.03
 """With `CUT`: the cubic starts at 0.97 of the bound and reaches 1.03 of it after twice the return time."""
-RETURN_RTT = 1.0
+_RETURN_RTT = 1.0
 """Round trips until the cubic is back at a bound set by a refusal. It is short: another refusal costs no throughput,
 and the limiter follows a judge whose capacity moved within a few round trips."""
-PLATEAU_RETURN_RTT = 3.0
+_PLATEAU_RETURN_RTT = 3.0
 """The same for a bound set by a plateau. Exceeding it gains nothing, and costs at a judge past its peak."""
-QUIET_RETURNS = 2.0
-"""After this many return times without a cut the bound is outdated, and growth is by `PROBE_GAIN`."""
-EPOCH_RTT = 0.5
+_QUIET_RETURNS = 2.0
+"""After this many return times without a cut the bound is outdated, and growth is by `_PROBE_GAIN`."""
+_EPOCH_RTT = 0.5
 """Least distance of two cuts. Replies to requests sent before a cut cannot judge the cut."""
-RTT_WEIGHT = 1.0 / 32.0
+_RTT_WEIGHT = 1.0 / 32.0
 """Weight of one latency in the mean: about one segment of memory."""
 
-SEGMENT = 32
+_SEGMENT = 32
 """Successes per throughput segment. Its rate is then known to about 10% at a latency spread of 0.5."""
-FIRST_SEGMENT = 24
+_FIRST_SEGMENT = 24
 """The same in slow start, where the level grows by half in a segment and delay costs more than noise."""
-SEGMENT_SHARE = 0.5
+_SEGMENT_SHARE = 0.5
 """A segment has at least this share of the limit, half a round trip. A shorter one misses the long replies."""
-COUNT_SHARE_RISING = 0.5
+_COUNT_SHARE_RISING = 0.5
 """Weight (as an exponent) of counted throughput against level / latency while the level rises in slow start."""
-WAVES_SPREAD = 0.25
+_WAVES_SPREAD = 0.25
 """Below this latency spread, replies come in waves and counted throughput loses weight in proportion."""
-BINS_PER_OCTAVE = 4
+_BINS_PER_OCTAVE = 4
 """Levels of the throughput table are 2^¼ apart: 19%, the least that one segment can distinguish."""
-LEAST_REFERENCE = 12.0
+_LEAST_REFERENCE = 12.0
 """Weight (decayed replies) that a reference needs: half of a slow-start segment."""
-NEAREST_REFERENCE = 2
+_NEAREST_REFERENCE = 2
 """A level is compared with levels at least this many bins below (n/1.4). Nearer ones differ by less than the noise."""
-FARTHEST_REFERENCE = 4
+_FARTHEST_REFERENCE = 4
 """It is compared down to this many bins below (n/2)."""
-MEMORY_PER_SEGMENT = 0.93
+_MEMORY_PER_SEGMENT = 0.93
 """Decay of the table per segment: it forgets half in ten, so it follows a judge that changes."""
-MOST_WEIGHT = 8.0 * SEGMENT
+_MOST_WEIGHT = 8.0 * _SEGMENT
 """Cap of a level's weight, so that a long stay does not make its figure immovable."""
-FLAT_ELASTICITY = 0.2
+_FLAT_ELASTICITY = 0.2
 """Below this gain (relative throughput per relative concurrency) more requests only wait in the judge's queue."""
-FLAT_MARGIN_SE = 0.5
+_FLAT_MARGIN_SE = 0.5
 """Standard errors added to the elasticity before the comparison: half the noise must agree."""
-FALLING_SE = 2.0
+_FALLING_SE = 2.0
 """A throughput this many standard errors below that of a lower level means that the judge is past its peak."""
-PLATEAU_PEAK = 1.1
+_PLATEAU_PEAK = 1.1
 """After a plateau the bound is this multiple of the reference level."""
-PLATEAU_CUT = 0.9
+_PLATEAU_CUT = 0.9
 """After a plateau the limit is this share of the bound."""
-LATENCY_SPREAD = 0.5
+_LATENCY_SPREAD = 0.5
 """Assumed relative spread of latencies until it is measured."""
-SPREAD_WEIGHT = 0.25
+_SPREAD_WEIGHT = 0.25
 """Weight of one segment in the measured spread: it takes four segments, a hundred replies or more."""
-LEAST_SPREAD = 0.2
+_LEAST_SPREAD = 0.2
 """Least assumed noise of throughput per reply."""
 
-REPLIES_WATCHED = 32
+_REPLIES_WATCHED = 32
 """Faults are judged over this many last replies."""
-FAULT_SHARE = 0.1
+_FAULT_SHARE = 0.1
 """From this share of them on, faults mean overload. Cutting on isolated ones took 11.5 s where 6.8 s were enough."""
-FAULT_CUT = 0.9
+_FAULT_CUT = 0.9
 """Brief step back for 5xx at levels at which others succeed. A larger one costs a judge with random faults more than
 it spares it. Throughput tells whether the level is too high for good."""
-PROVEN_DECAY = 0.99
+_PROVEN_DECAY = 0.99
 """Each fault shrinks the highest level that succeeded lately by this, half in 70, unless a success renews it."""
-BREAK_SHARE = 0.5
-"""`FAULT_SHARE` for broken connections and time-outs, which have many causes other than overload."""
-REFUSALS_TOLERATED = 8
+_BREAK_SHARE = 0.5
+"""`_FAULT_SHARE` for broken connections and time-outs, which have many causes other than overload."""
+_REFUSALS_TOLERATED = 8
 """Refusals in a row that are still a burst. After more, the judge is refusing everything for a while."""
-PROBES = 2
+_PROBES = 2
 """While at least this many are in flight, their ends pace the next tries. With fewer, the limiter stays silent."""
-RETREAT = 0.9
+_RETREAT = 0.9
 """Step back per refusal in a row: to half in seven, so a lockout meets a dozen requests and not a hundred."""
-RESUME = 0.5
+_RESUME = 0.5
 """When a judge that refused everything accepts again, continue at this share of the level it had accepted before."""
-QUIET_FIRST_RTT = 0.1
+_QUIET_FIRST_RTT = 0.1
 """First silence while everything is refused. It doubles with each further refusal."""
-QUIET_MOST_RTT = 0.5
+_QUIET_MOST_RTT = 0.5
 """Longest silence: a judge that is back is found within half a round trip."""
-PROBE_RTT = 0.05
+_PROBE_RTT = 0.05
 """A probe that is not refused within this time is a good sign, because a refusal needs no work."""
-PROBE_PATIENCE = 4.0
+_PROBE_PATIENCE = 4.0
 """A probe must also survive this many times the duration of the last refusal."""
-PROBE_GROWTH = 2.0
+_PROBE_GROWTH = 2.0
 """After a good sign this many times as many requests follow, without waiting for the probe's answer."""
-UNKNOWN_RTT_S = 1.0
+_UNKNOWN_RTT_S = 1.0
 """Assumed round trip until the first success: the usual order of a judge's latency."""
 
-_WATCHED_MASK = (1 << REPLIES_WATCHED) - 1
-_FAULTS_TO_CUT = math.ceil(FAULT_SHARE * REPLIES_WATCHED)
-_BREAKS_TO_CUT = math.ceil(BREAK_SHARE * REPLIES_WATCHED)
+_WATCHED_MASK = (1 << _REPLIES_WATCHED) - 1
+_FAULTS_TO_CUT = math.ceil(_FAULT_SHARE * _REPLIES_WATCHED)
+_BREAKS_TO_CUT = math.ceil(_BREAK_SHARE * _REPLIES_WATCHED)
 
 Ticket = tuple[float, int]
 """State when a request was sent: the time, and how many requests were in flight with it."""
@@ -130,8 +130,8 @@ Ticket = tuple[float, int]
 Level = Annotated[float, msgspec.Meta(ge=0.0, le=MOST)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]
 Rate = Annotated[float, msgspec.Meta(gt=0.0, le=1e9)]
-Weight = Annotated[float, msgspec.Meta(ge=0.0, le=MOST_WEIGHT)]
-Bin = Annotated[int, msgspec.Meta(ge=0, le=BINS_PER_OCTAVE * 12)]
+Weight = Annotated[float, msgspec.Meta(ge=0.0, le=_MOST_WEIGHT)]
+Bin = Annotated[int, msgspec.Meta(ge=0, le=_BINS_PER_OCTAVE * 12)]
 
 
 class LimiterMemory(msgspec.Struct, frozen=True):
@@ -169,10 +169,10 @@ class Limiter:
         self._bound = 0.0  # 0: none met yet, slow start
         self._target = math.inf  # slow start continues to here
         self._rtt_s = 0.0
-        self._spread = LATENCY_SPREAD
+        self._spread = _LATENCY_SPREAD
         self._levels: dict[int, tuple[float, float]] = {}
         self._cut_at = -math.inf
-        self._return_rtt = RETURN_RTT
+        self._return_rtt = _RETURN_RTT
         self._recent = 0
         self._proven = 0.0
         self._refusals = 0
@@ -183,7 +183,7 @@ class Limiter:
         self.limit = int(self._window)
         """Number of requests that may be in flight now."""
         self._segment_count = 0
-        self._segment_size: float = FIRST_SEGMENT
+        self._segment_size: float = _FIRST_SEGMENT
         self._segment_start = self._segment_latency_s = self._segment_square = self._segment_level = 0.0
 
     def _restore(self, memory: LimiterMemory) -> None:
@@ -212,9 +212,9 @@ class Limiter:
             self._start_segment(now)
             if self._cut_at == -math.inf:
                 # The cubic's clock starts with the first request, which may already cause a cut.
-                self._cut_at = now - EPOCH_RTT * self._rtt_s
+                self._cut_at = now - _EPOCH_RTT * self._rtt_s
         self.in_flight = in_flight = self.in_flight + 1
-        if self._refusals > REFUSALS_TOLERATED and in_flight >= self.limit:
+        if self._refusals > _REFUSALS_TOLERATED and in_flight >= self.limit:
             self._probe(now)
         return (now, in_flight)
 
@@ -228,14 +228,14 @@ class Limiter:
         if ticket[1] > self._proven:
             self._proven = ticket[1]
         rtt_s = self._rtt_s
-        self._rtt_s = rtt_s = rtt_s + (latency_s - rtt_s) * RTT_WEIGHT if rtt_s else latency_s
+        self._rtt_s = rtt_s = rtt_s + (latency_s - rtt_s) * _RTT_WEIGHT if rtt_s else latency_s
         if self._refusals and sent_at >= self._refused_since:
             self._accepted_again()
         if self._is_fixed:
             return
         window = self._window
         limit = self.limit
-        if in_flight < limit * IN_USE or in_flight > limit + 1:  # not in use, or still draining after a cut
+        if in_flight < limit * _IN_USE or in_flight > limit + 1:  # not in use, or still draining after a cut
             self._start_segment(now)
             return
         self._segment_latency_s += latency_s
@@ -243,14 +243,14 @@ class Limiter:
         self._segment_level += in_flight
         self._segment_count = count = self._segment_count + 1
         if window < self._target:
-            window += SLOW_START_GAIN
+            window += _SLOW_START_GAIN
         else:
-            returns = (now - self._cut_at) / (self._return_rtt * rtt_s) if rtt_s > 0.0 else QUIET_RETURNS
-            if returns < QUIET_RETURNS:
+            returns = (now - self._cut_at) / (self._return_rtt * rtt_s) if rtt_s > 0.0 else _QUIET_RETURNS
+            if returns < _QUIET_RETURNS:
                 phase = returns - 1.0
-                window = max(window, self._bound * (1.0 + CUBIC_SCALE * phase * phase * phase))
+                window = max(window, self._bound * (1.0 + _CUBIC_SCALE * phase * phase * phase))
             else:
-                window += PROBE_GAIN
+                window += _PROBE_GAIN
         self._set_window(window)
         if count >= self._segment_size:
             self._close_segment(now)
@@ -266,7 +266,7 @@ class Limiter:
             if accepted < self._window:
                 self._bound = self._target = min(self._bound, accepted)
                 self._set_window(accepted)
-        elif self._bound and (self._refusals > 1 or ticket[0] < self._cut_at + EPOCH_RTT * self._rtt_s):
+        elif self._bound and (self._refusals > 1 or ticket[0] < self._cut_at + _EPOCH_RTT * self._rtt_s):
             # Refused again below the cut, before anything sent since was accepted: the judge went down, is locked, or
             # counts a rate. Follow it down, and keep the bound for the return when it accepts again.
             self._retreat()
@@ -277,20 +277,20 @@ class Limiter:
         """503, 529 and other 5xx (`overload`), or a broken connection or time-out."""
         self._end_refused(ticket, now)
         self._recent |= 1
-        self._proven *= PROVEN_DECAY
+        self._proven *= _PROVEN_DECAY
         if self._is_fixed:
             return
-        if self._refusals > REFUSALS_TOLERATED:
+        if self._refusals > _REFUSALS_TOLERATED:
             self._retreat()
         elif (
             self._recent.bit_count() >= (_FAULTS_TO_CUT if overload else _BREAKS_TO_CUT)
-            and ticket[0] >= self._cut_at + EPOCH_RTT * self._rtt_s
+            and ticket[0] >= self._cut_at + _EPOCH_RTT * self._rtt_s
         ):
             if ticket[1] > self._proven:  # nothing at this level succeeded lately: in effect a refusal
                 self._cut(min(float(self.in_flight), self._window), CUT, now)
             else:
                 returns_to = max(self._window, self._bound)
-                self._cut(self._window * FAULT_CUT, 1.0, now)
+                self._cut(self._window * _FAULT_CUT, 1.0, now)
                 self._target = self._bound = returns_to
 
     def released(self, ticket: Ticket, now: float) -> None:
@@ -304,31 +304,31 @@ class Limiter:
         if self._refused_since == math.inf:
             self._refused_since = ticket[0]
         self._refusal_s = now - ticket[0]
-        excess = self._refusals - REFUSALS_TOLERATED
-        if excess > 0 and self.in_flight < PROBES:
-            silence = min(QUIET_MOST_RTT, QUIET_FIRST_RTT * 2.0 ** min(excess - 1, 10))
-            self.quiet_until = now + silence * (self._rtt_s or UNKNOWN_RTT_S)
+        excess = self._refusals - _REFUSALS_TOLERATED
+        if excess > 0 and self.in_flight < _PROBES:
+            silence = min(_QUIET_MOST_RTT, _QUIET_FIRST_RTT * 2.0 ** min(excess - 1, 10))
+            self.quiet_until = now + silence * (self._rtt_s or _UNKNOWN_RTT_S)
 
     def _probe(self, now: float) -> None:
         """Allow twice as many requests if these are not refused in the time that a refusal takes."""
         # A time-out is a slow refusal. It must not make us wait that long.
-        patience_s = min(PROBE_PATIENCE * self._refusal_s, QUIET_MOST_RTT * (self._rtt_s or UNKNOWN_RTT_S))
-        self.quiet_until = now + max(PROBE_RTT * self._rtt_s, patience_s)
+        patience_s = min(_PROBE_PATIENCE * self._refusal_s, _QUIET_MOST_RTT * (self._rtt_s or _UNKNOWN_RTT_S))
+        self.quiet_until = now + max(_PROBE_RTT * self._rtt_s, patience_s)
         if self._target < math.inf:
-            self._set_window(max(self._window, min(self._window * PROBE_GROWTH, self._target * RESUME)))
+            self._set_window(max(self._window, min(self._window * _PROBE_GROWTH, self._target * _RESUME)))
 
     def _retreat(self) -> None:
         if self._target == math.inf:
             self._target = self._bound = self._window
-        self._set_window(min(self._window, max(PROBES, self.in_flight * RETREAT)))
+        self._set_window(min(self._window, max(_PROBES, self.in_flight * _RETREAT)))
 
     def _accepted_again(self) -> None:
         if self._refusals > 1 and self._target < math.inf:
-            self._set_window(max(self._window, self._target * RESUME))
+            self._set_window(max(self._window, self._target * _RESUME))
         self._refusals = 0
         self._refused_since = math.inf
 
-    def _cut(self, bound: float, share: float, now: float, return_rtt: float = RETURN_RTT) -> None:
+    def _cut(self, bound: float, share: float, now: float, return_rtt: float = _RETURN_RTT) -> None:
         self._return_rtt = return_rtt
         self._bound = self._target = max(1.0, bound)
         self._cut_at = now
@@ -342,7 +342,7 @@ class Limiter:
 
     def _start_segment(self, now: float) -> None:
         self._segment_start = now
-        self._segment_size = max(SEGMENT, SEGMENT_SHARE * self._window) if self._bound else FIRST_SEGMENT
+        self._segment_size = max(_SEGMENT, _SEGMENT_SHARE * self._window) if self._bound else _FIRST_SEGMENT
         self._segment_count = 0
         self._segment_latency_s = self._segment_square = self._segment_level = 0.0
 
@@ -357,19 +357,19 @@ class Limiter:
         if elapsed_s <= 0.0 or latency_s <= 0.0:
             return
         spread = math.sqrt(max(0.0, square / (latency_s * latency_s) - 1.0))
-        self._spread += SPREAD_WEIGHT * (max(LEAST_SPREAD, spread) - self._spread)
+        self._spread += _SPREAD_WEIGHT * (max(_LEAST_SPREAD, spread) - self._spread)
         levels = self._levels
         for key, (rate, weight) in levels.items():
-            levels[key] = (rate, weight * MEMORY_PER_SEGMENT)
-        here = round(BINS_PER_OCTAVE * math.log2(level))
+            levels[key] = (rate, weight * _MEMORY_PER_SEGMENT)
+        here = round(_BINS_PER_OCTAVE * math.log2(level))
         rate, weight = levels.get(here, (0.0, 0.0))
         # There are two estimates of throughput: counted replies, and level / latency (Little's law). At a steady level
         # they agree. While the level rises, the count lags, and the latency is too low because short replies come
         # first; the truth lies between. If latencies hardly differ, replies come in waves and the count is useless.
-        counted = (1.0 if self._bound else COUNT_SHARE_RISING) * min(1.0, spread / WAVES_SPREAD)
+        counted = (1.0 if self._bound else _COUNT_SHARE_RISING) * min(1.0, spread / _WAVES_SPREAD)
         rate_here = (count / elapsed_s) ** counted * (level / latency_s) ** (1.0 - counted)
         rate = (rate * weight + rate_here * count) / (weight + count)
-        weight = min(MOST_WEIGHT, weight + count)
+        weight = min(_MOST_WEIGHT, weight + count)
         levels[here] = (rate, weight)
         self._compare(here, level, now)
 
@@ -378,17 +378,17 @@ class Limiter:
         levels = self._levels
         rate, weight = levels[here]
         reference_rate = reference_weight = reference_bin = 0.0
-        for below in range(NEAREST_REFERENCE, FARTHEST_REFERENCE + 1):
+        for below in range(_NEAREST_REFERENCE, _FARTHEST_REFERENCE + 1):
             rate_below, weight_below = levels.get(here - below, (0.0, 0.0))
             reference_rate += rate_below * weight_below
             reference_bin += (here - below) * weight_below
             reference_weight += weight_below
-        if reference_weight < LEAST_REFERENCE:
+        if reference_weight < _LEAST_REFERENCE:
             return
         reference_rate /= reference_weight
-        reference_level = 2.0 ** (reference_bin / reference_weight / BINS_PER_OCTAVE)
+        reference_level = 2.0 ** (reference_bin / reference_weight / _BINS_PER_OCTAVE)
         span = math.log(level / reference_level)
         noise = self._spread * math.sqrt(1.0 / weight + 1.0 / reference_weight)
         gain = math.log(rate / reference_rate)
-        if gain + FLAT_MARGIN_SE * noise < FLAT_ELASTICITY * span or gain < -FALLING_SE * noise:
-            self._cut(min(self._window, reference_level * PLATEAU_PEAK), PLATEAU_CUT, now, PLATEAU_RETURN_RTT)
+        if gain + _FLAT_MARGIN_SE * noise < _FLAT_ELASTICITY * span or gain < -_FALLING_SE * noise:
+            self._cut(min(self._window, reference_level * _PLATEAU_PEAK), _PLATEAU_CUT, now, _PLATEAU_RETURN_RTT)

@@ -33,9 +33,9 @@ from freewheel.judge.verdict import TOKENS_MAX, Reason, Usage
 
 DETAIL_CHARS = 300
 """The useful part of a server's error; the rest is usually HTML."""
-CUT_OFF = ("length", "content_filter")
+_CUT_OFF = ("length", "content_filter")
 """Finish reasons that leave a reply incomplete: a `1` may be half of a `10`."""
-WHOLE = ("stop", "tool_calls", "function_call")
+_WHOLE = ("stop", "tool_calls", "function_call")
 """Finish reasons of a client's completion that is complete. Any other one is passed on and not kept."""
 SSE_TAIL_BYTES = 1 << 16
 """The end of an event stream, which holds its usage."""
@@ -231,7 +231,7 @@ def read_completion(content: bytes) -> Reply | Failure:
     if not text and (choice.message.refusal or choice.finish_reason == "content_filter"):
         detail = f"the judge refuses: {choice.message.refusal or choice.finish_reason}"
         return Failure(Kind.REJECTED, detail, billed=True)
-    return Reply(without_surrogates(text or ""), _usage(completion.usage), choice.finish_reason in CUT_OFF)
+    return Reply(without_surrogates(text or ""), _usage(completion.usage), choice.finish_reason in _CUT_OFF)
 
 
 def _decode_forgivingly(content: bytes) -> _Completion:
@@ -254,7 +254,7 @@ def read_chat(content: bytes) -> Reply | Failure:
         return _garbage(content, error)
     if not envelope.choices:
         return Failure(Kind.GARBAGE, "200, but `choices` is empty", billed=True)
-    whole = all(choice.finish_reason in WHOLE for choice in envelope.choices)
+    whole = all(choice.finish_reason in _WHOLE for choice in envelope.choices)
     return Reply(text, _usage(envelope.usage), cut_off=not whole)
 
 

@@ -21,29 +21,29 @@ from email.utils import parsedate_to_datetime
 from typing import NamedTuple
 
 MINUTE_S = 60.0
-BURST_S = 1.0
+_BURST_S = 1.0
 """A bucket holds one second of its rate, so no minute exceeds the budget by more than 1/60."""
-SCARCE_SHARE = 0.2
+_SCARCE_SHARE = 0.2
 """A budget learned from headers binds once less than this share is left. Before that there is nothing to ration."""
-LEAST_RESET_S = 0.05
+_LEAST_RESET_S = 0.05
 """A nearer reset is over before the next request arrives."""
-MOST_RESET_S = 60.0
+_MOST_RESET_S = 60.0
 """A learned budget never delays a single request longer than this, because headers can be wrong."""
-PAUSE_S = 0.5
+_PAUSE_S = 0.5
 """Pause after a refusal for the rate that names no time: half of the shortest window that judges use."""
 MOST_PAUSE_S = 2.0
 """Longest pause, whatever Retry-After says. It names the end of a window, and the pace handles the rest."""
-PACE_SHARE = 0.98
+_PACE_SHARE = 0.98
 """Share of the accepted rate to continue with: slightly below it, so that the judge's own bucket recovers."""
-PACE_GROWTH_PER_RTT = 0.05
+_PACE_GROWTH_PER_RTT = 0.05
 """Rise of the pace per round trip, to find out whether a rate limit was lifted."""
-PACE_FORGOTTEN = 3.0
+_PACE_FORGOTTEN = 3.0
 """A pace that grew to this multiple of the refused one has outlived the rate limit and is dropped."""
-RATE_WINDOW_S = 8.0
+_RATE_WINDOW_S = 8.0
 """The accepted rate is measured over between half of this and all of it."""
-LEAST_RATE_WINDOW_S = 1.0
+_LEAST_RATE_WINDOW_S = 1.0
 """It is never measured over less: the first burst that a judge accepts is not a rate."""
-LEAST_PACE_PER_S = 0.2
+_LEAST_PACE_PER_S = 0.2
 """The pace never falls below one request in five seconds, so a judge that refuses everything is still asked."""
 BASE_BACKOFF_S = 0.25
 """Upper end of the first back-off: short next to a judge's call, long enough for a brief fault to pass."""
@@ -51,9 +51,9 @@ MAX_BACKOFF_S = 8.0
 """Longest back-off where the server names none. A batch's deadline leaves room for many."""
 RETRY_AFTER_SPREAD = 0.25
 """Retry-After × U(1, 1.25), so that all who got the same second do not come back at the same instant."""
-EPOCH_SECONDS_FROM = 1e9
+_EPOCH_SECONDS_FROM = 1e9
 """A plain number from here on is a date (seconds since 1970), not a duration of thirty years."""
-EPOCH_MILLISECONDS_FROM = 1e11
+_EPOCH_MILLISECONDS_FROM = 1e11
 """A plain number from here on is a date in milliseconds."""
 
 _UNIT_S = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
@@ -78,9 +78,9 @@ def parse_duration_s(text: str, wall_now: float) -> float | None:
     end = 0
     if _NUMBER.fullmatch(text):
         seconds, end = float(text), len(text)
-        if seconds >= EPOCH_MILLISECONDS_FROM:
+        if seconds >= _EPOCH_MILLISECONDS_FROM:
             seconds = seconds / 1000.0 - wall_now
-        elif seconds >= EPOCH_SECONDS_FROM:
+        elif seconds >= _EPOCH_SECONDS_FROM:
             seconds -= wall_now
     while part := _PART.match(text, end):
         seconds += float(part[1]) * _UNIT_S[part[2]]
@@ -156,7 +156,7 @@ def _configured(per_minute: float | None) -> Bucket | None:
     if per_minute is None:
         return None
     rate_per_s = per_minute / MINUTE_S
-    capacity = max(1.0, rate_per_s * BURST_S)
+    capacity = max(1.0, rate_per_s * _BURST_S)
     return Bucket(rate_per_s, capacity, capacity, -math.inf)
 
 
@@ -167,17 +167,17 @@ def _scarce_bucket(now: float, known: Bucket | None, reported: HeaderBudget) -> 
     budgets of a second, a minute or a day. For a fixed window it may be too fast; a refusal then pauses.
     """
     limit, remaining, reset_s = reported
-    if limit is None or remaining is None or limit < 1.0 or remaining >= limit * SCARCE_SHARE:
+    if limit is None or remaining is None or limit < 1.0 or remaining >= limit * _SCARCE_SHARE:
         return None
     if reset_s is None:
         reset_s = MINUTE_S
-    if reset_s < LEAST_RESET_S:
+    if reset_s < _LEAST_RESET_S:
         return None
     if known is not None:  # a reply that was delayed must not give back budget
         known.refill(now)
         remaining = min(remaining, known.level)
-    rate_per_s = max((limit - remaining) / reset_s, 1.0 / MOST_RESET_S)
-    return Bucket(rate_per_s, max(1.0, limit * SCARCE_SHARE), remaining, now)
+    rate_per_s = max((limit - remaining) / reset_s, 1.0 / _MOST_RESET_S)
+    return Bucket(rate_per_s, max(1.0, limit * _SCARCE_SHARE), remaining, now)
 
 
 class Pacer:
@@ -238,7 +238,7 @@ class Pacer:
 
     def settled(self, now: float, estimated_tokens: int, used_tokens: int, rtt_s: float) -> None:
         """A reply arrived that used `used_tokens` and took `rtt_s`."""
-        if now - self._window_start > RATE_WINDOW_S / 2.0:
+        if now - self._window_start > _RATE_WINDOW_S / 2.0:
             self._roll_window(now)
         if self._is_free:
             return
@@ -251,11 +251,11 @@ class Pacer:
         """A 429 for the rate: pause, then continue at the accepted pace."""
         self._window_accepted = max(0, self._window_accepted - 1)
         if retry_after_s is None or not math.isfinite(retry_after_s):
-            retry_after_s = PAUSE_S
+            retry_after_s = _PAUSE_S
         if now < self._paused_until:  # part of the same burst
             return
         self._paused_until = now + min(MOST_PAUSE_S, max(0.0, retry_after_s))
-        pace = max(LEAST_PACE_PER_S, self._accepted_per_s(now) * PACE_SHARE)
+        pace = max(_LEAST_PACE_PER_S, self._accepted_per_s(now) * _PACE_SHARE)
         self._pace_per_s = self._refused_pace_per_s = min(pace, self._pace_per_s) if self._pace_per_s else pace
         self._paced_at = self._next_at = self._paused_until
         self._is_free = False
@@ -269,11 +269,11 @@ class Pacer:
     def _accepted_per_s(self, now: float) -> float:
         elapsed_s = now - self._window_start + self._window_before_s
         accepted = self._window_accepted + self._window_before
-        return accepted / max(elapsed_s, LEAST_RATE_WINDOW_S)
+        return accepted / max(elapsed_s, _LEAST_RATE_WINDOW_S)
 
     def _roll_window(self, now: float) -> None:
         elapsed_s = now - self._window_start
-        is_fresh = elapsed_s <= RATE_WINDOW_S
+        is_fresh = elapsed_s <= _RATE_WINDOW_S
         self._window_before = self._window_accepted if is_fresh else 0
         self._window_before_s = elapsed_s if is_fresh else 0.0
         self._window_accepted = 0
@@ -282,9 +282,9 @@ class Pacer:
     def _raise_pace(self, now: float, rtt_s: float) -> None:
         if now <= self._paced_at or rtt_s <= 0.0 or self._next_at < now - rtt_s:
             return  # a pace that is not fully used teaches nothing
-        growth = PACE_GROWTH_PER_RTT * min(1.0, (now - self._paced_at) / rtt_s)
+        growth = _PACE_GROWTH_PER_RTT * min(1.0, (now - self._paced_at) / rtt_s)
         self._pace_per_s *= 1.0 + growth
         self._paced_at = now
-        if self._pace_per_s > PACE_FORGOTTEN * self._refused_pace_per_s:
+        if self._pace_per_s > _PACE_FORGOTTEN * self._refused_pace_per_s:
             self._pace_per_s = 0.0
             self._note_freedom()

@@ -11,7 +11,7 @@ import msgspec
 if TYPE_CHECKING:
     from freewheel.judge.config import JudgeConfig
 
-HASH_VERSION = b"freewheel-judge-1"
+_HASH_VERSION = b"freewheel-judge-1"
 """Must change with the way in which the hash is computed, or an older cache would answer for something else."""
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
@@ -49,7 +49,7 @@ class RequestHasher:
     def __init__(self, config: JudgeConfig) -> None:
         sampling = {**config.sampling, "temperature": config.temperature, "max_tokens": config.max_tokens}
         parts = (
-            HASH_VERSION,
+            _HASH_VERSION,
             config.endpoints[0].url.encode(),
             (config.endpoints[0].model or config.model).encode(),
             config.loaded_rubric.identity(),

@@ -28,9 +28,9 @@ from freewheel.judge.verdict import Verdict, plain_verdict
 
 READ_BYTES = 1 << 18
 """Large enough that a read costs nothing per line, small enough that its lines fit the window of a job."""
-MAX_LINE_BYTES = 32 << 20
+_MAX_LINE_BYTES = 32 << 20
 """No judge accepts a prompt of this size. A longer line means that the file is not JSON Lines."""
-MAX_ROW_BYTES = 2 * MAX_LINE_BYTES
+_MAX_ROW_BYTES = 2 * _MAX_LINE_BYTES
 """A row is its line and a verdict, and a judge's reply is much shorter than a line may be."""
 MALFORMED = "malformed"
 """The reason of a row that could not be read; no judge has seen it."""
@@ -59,7 +59,7 @@ class Line(NamedTuple):
     is_too_long: bool = False
 
 
-def read_lines(fd: int, first: int = 1, *, max_bytes: int = MAX_LINE_BYTES) -> Iterator[list[Line]]:
+def read_lines(fd: int, first: int = 1, *, max_bytes: int = _MAX_LINE_BYTES) -> Iterator[list[Line]]:
     """The lines from number `first` on, one list per read, which may be empty: a slow pipe never holds lines back.
 
     Memory is constant: a block and at most `max_bytes`.
@@ -169,7 +169,7 @@ class RowFormat:
     def read(self, line: Line) -> JudgeRequest:
         """The request in a line. Raises `MalformedRowError` if there is none."""
         if line.is_too_long:
-            raise MalformedRowError(f"the line is longer than {MAX_LINE_BYTES >> 20} MiB")
+            raise MalformedRowError(f"the line is longer than {_MAX_LINE_BYTES >> 20} MiB")
         try:
             if not line.text.isascii():
                 line.text.decode()
@@ -322,7 +322,7 @@ class FileOutput(Output):
 
     def read_rows(self) -> Iterator[Line]:
         os.lseek(self.fd, 0, os.SEEK_SET)
-        for block in read_lines(self.fd, max_bytes=MAX_ROW_BYTES):
+        for block in read_lines(self.fd, max_bytes=_MAX_ROW_BYTES):
             yield from block
 
     def cut(self, size: int) -> None:

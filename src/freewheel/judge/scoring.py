@@ -54,17 +54,17 @@ OUTAGE_ROWS = 64
 FIRST_FAILURES = 256
 """So many failures without a single score mean that the setup is wrong (rubric, model, a proxy's page), not the rows.
 The rest of a large file must not be paid for."""
-WINDOW_ROWS = 8192
+_WINDOW_ROWS = 8192
 """Rows in flight, as many as the engine accepts, so that the judge's limit never lacks work."""
-WINDOW_BYTES = 64 << 20
+_WINDOW_BYTES = 64 << 20
 """Text in flight, so that long rows take no more memory than short ones."""
-BATCH_ROWS = 64
+_BATCH_ROWS = 64
 """Rows per submit. A row is written when its batch is done; a larger batch would lose more after a kill without a
 cache."""
-BATCH_BYTES = 1 << 20
-TICK_S = 0.1
+_BATCH_BYTES = 1 << 20
+_TICK_S = 0.1
 """How long a stop may go unnoticed while nothing arrives."""
-PROGRESS_EVERY_S = 0.25
+_PROGRESS_EVERY_S = 0.25
 """How often progress is reported: smooth to the eye, and no load for the engine."""
 
 _FATAL = frozenset({Reason.AUTH, Reason.NOT_FOUND, Reason.QUOTA, Reason.BUDGET, Reason.ENGINE, Reason.CANCELLED})
@@ -337,7 +337,7 @@ class ScoringJob:
         """Read a block and submit what the window has room for. Returns whether more can be read at once."""
         try:
             if not self._unsent and not self._is_fed:
-                if not select.select([self._source], [], [], 0 if self._open else TICK_S)[0]:
+                if not select.select([self._source], [], [], 0 if self._open else _TICK_S)[0]:
                     return False  # a pipe that is silent
                 self._read_block()
             while self._unsent and self._has_room(self._unsent[0]):
@@ -351,7 +351,7 @@ class ScoringJob:
     def _has_room(self, batch: _Batch) -> bool:
         rows = sum(len(one.slots) for one, _ in self._open) + len(batch.slots)
         size = sum(one.size for one, _ in self._open) + batch.size
-        return not self._open or (rows <= WINDOW_ROWS and size <= WINDOW_BYTES)
+        return not self._open or (rows <= _WINDOW_ROWS and size <= _WINDOW_BYTES)
 
     def _read_block(self) -> None:
         """Read some lines and divide them into batches."""
@@ -378,7 +378,7 @@ class ScoringJob:
                 continue
             batch.slots.append(self._make_slot(line, batch.requests))
             batch = batch._replace(size=batch.size + len(line.text))
-            if len(batch.slots) == BATCH_ROWS or batch.size >= BATCH_BYTES:
+            if len(batch.slots) == _BATCH_ROWS or batch.size >= _BATCH_BYTES:
                 self._unsent.append(batch)
                 batch = _Batch([], [], 0)
         if batch.slots:
@@ -424,7 +424,7 @@ class ScoringJob:
             self._report()
             if self._stop_reason:
                 self._cancel_all()
-            if not self._open or not self._open[0][1].wait(0 if may_read else TICK_S):
+            if not self._open or not self._open[0][1].wait(0 if may_read else _TICK_S):
                 continue
             batch, handle = self._open[0]
             ready: list[_Slot] = []
@@ -482,7 +482,7 @@ class ScoringJob:
 
     def _report(self) -> None:
         now = time.monotonic()
-        if now - self._reported_at < PROGRESS_EVERY_S:
+        if now - self._reported_at < _PROGRESS_EVERY_S:
             return
         self._reported_at = now
         open_batches = [(batch.size, handle.progress()) for batch, handle in self._open]

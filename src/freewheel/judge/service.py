@@ -45,11 +45,11 @@ from freewheel.utils.processes import end_with
 
 log = logging.getLogger("freewheel.judge")
 
-COALESCE_S = 0.020
+_COALESCE_S = 0.020
 """At most one results message in this time, however quickly batches end."""
 LINGER_S = 0.050
 """While more verdicts are to come, results wait this long for them: each message interrupts a busy caller."""
-GC_THRESHOLD = 50_000
+_GC_THRESHOLD = 50_000
 """Thousands of requests are alive at a time and hold no cycles, so a collection every 700 objects is wasted."""
 
 
@@ -104,7 +104,7 @@ class Service:
 
     def _flush_soon(self) -> None:
         """Every batch is answered: send what has been collected without waiting for more."""
-        self._loop.call_later(max(0.0, self._flushed_at + COALESCE_S - time.monotonic()), self._flush)
+        self._loop.call_later(max(0.0, self._flushed_at + _COALESCE_S - time.monotonic()), self._flush)
 
     def _flush(self) -> None:
         self._flush_is_due = False
@@ -131,7 +131,7 @@ class _ForwardingHandler(logging.Handler):
 def tune_process() -> None:
     """Prepare a process that does nothing but ask the judge."""
     gc.freeze()
-    gc.set_threshold(GC_THRESHOLD)
+    gc.set_threshold(_GC_THRESHOLD)
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # each call is a socket, and 1024 is a common limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))

@@ -50,48 +50,48 @@ from freewheel.utils.sqlite import (
 logger = logging.getLogger("freewheel.judge.cache")
 T = TypeVar("T")
 
-APPLICATION_ID = 0x46574A43
+_APPLICATION_ID = 0x46574A43
 """Marks the file in its header as freewheel's judge cache ("FWJC")."""
-SCHEMA_VERSION = 1
+_SCHEMA_VERSION = 1
 """Raised whenever a table changes. A file of another version is set aside: replies can be requested again."""
 ASIDES_MAX = 8
 """A disk that damages every file must not be filled with copies. With this many, the cache is in memory only."""
-BUSY_TIMEOUT_S = 0.25
+_BUSY_TIMEOUT_S = 0.25
 """How long one statement waits for another process's transaction. Short, because `close` and a fork wait for a thread
 that is inside SQLite. Later statements try again."""
-COMMAND_TIMEOUT_S = 30.0
+_COMMAND_TIMEOUT_S = 30.0
 """The same for the command line."""
-SETUP_WAIT_S = 2.0
+_SETUP_WAIT_S = 2.0
 """How long to wait at least for a process that is opening the file. That takes milliseconds, unless it is stopped."""
 RETRY_AFTER_S = 30.0
 """The pause after a failure that may pass, such as a full disk."""
-LOCKED_PAUSE_S = (0.1, 1.0)
+_LOCKED_PAUSE_S = (0.1, 1.0)
 """The pause after a lock outlasted SQLite's own wait, drawn at random: a miss costs less than a wait per batch."""
-BATCH_ENTRIES = 1024
+_BATCH_ENTRIES = 1024
 """Entries per transaction. Above it the cost per entry no longer falls, and other processes wait longer."""
-LINGER_S = 0.05
+_LINGER_S = 0.05
 """How long the first entry of a batch waits for more. A killed process loses at most this."""
 WAITING_MAX_BYTES = 64 * 2**20
 """Replies waiting for a slow, full or missing disk. Above it the oldest are dropped."""
-TOUCH_EVERY_S = 600.0
+_TOUCH_EVERY_S = 600.0
 """An entry's time of last use is written at most this often, so reads rarely write. Eviction by use is approximate."""
-TOUCH_LINGER_S = 1.0
+_TOUCH_LINGER_S = 1.0
 """How long uses wait to be written. Losing one costs nothing."""
-TOUCHED_MAX = 65_536
+_TOUCHED_MAX = 65_536
 """Uses waiting to be written; more are dropped."""
-EVICT_TO = 0.9
+_EVICT_TO = 0.9
 """Eviction shrinks the file to this share of its bound, so that it is rare."""
-STEP_ENTRIES = 256
+_STEP_ENTRIES = 256
 """Rows per transaction of eviction and clearing: a few milliseconds, so that other processes can write."""
-STEP_PAGES = 512
+_STEP_PAGES = 512
 """Pages returned to the disk per transaction, for the same reason."""
-EXPORT_ENTRIES = 64
+_EXPORT_ENTRIES = 64
 """An export reads this many at a time. A slow reader that held a snapshot would make the log grow."""
-CLOSE_TIMEOUT_S = 5.0
+_CLOSE_TIMEOUT_S = 5.0
 """How long `close` may continue to write. What is left then is lost, and a warning counts it."""
-JOIN_GRACE_S = 2.0
+_JOIN_GRACE_S = 2.0
 """The thread checks the time between statements; this is for the statement."""
-ENTRY_OVERHEAD_BYTES = 500
+_ENTRY_OVERHEAD_BYTES = 500
 """Memory of an entry besides its text, by tracemalloc: the digest, the reply and the dict's slot."""
 _QUERY_KEYS = 256
 """Keys per query."""
@@ -129,8 +129,8 @@ _SCHEMA = (
     )""",
     "CREATE INDEX replies_used ON replies (used_at, size, created_at)",
     "CREATE TABLE notes (name BLOB PRIMARY KEY NOT NULL, value BLOB NOT NULL) WITHOUT ROWID",
-    f"PRAGMA application_id = {APPLICATION_ID}",
-    f"PRAGMA user_version = {SCHEMA_VERSION}",
+    f"PRAGMA application_id = {_APPLICATION_ID}",
+    f"PRAGMA user_version = {_SCHEMA_VERSION}",
 )
 _WRITTEN = ("key", "created_at", "used_at", "size", "checksum", "prompt_tokens", "completion_tokens", "text")
 _SELECT = "SELECT id, key, created_at, used_at, checksum, prompt_tokens, completion_tokens, text FROM replies"
@@ -146,7 +146,7 @@ class CachedReply(msgspec.Struct, frozen=True, gc=False):
     @property
     def memory_bytes(self) -> int:
         """Upper bound of the entry's memory. (`sys.getsizeof` grows when something requests a string's UTF-8.)"""
-        return ENTRY_OVERHEAD_BYTES + len(self.text) * (1 if self.text.isascii() else 4)
+        return _ENTRY_OVERHEAD_BYTES + len(self.text) * (1 if self.text.isascii() else 4)
 
 
 class CacheUnusableError(JudgeError, RuntimeError):
@@ -252,8 +252,8 @@ class CacheFile:
                 with transaction(db):
                     for statement in _SCHEMA:
                         db.execute(statement)
-            elif found != (APPLICATION_ID, SCHEMA_VERSION):
-                ours = found[0] == APPLICATION_ID
+            elif found != (_APPLICATION_ID, _SCHEMA_VERSION):
+                ours = found[0] == _APPLICATION_ID
                 raise _ForeignError(
                     f"it has another schema, {found[1]}" if ours else "it is another program's", found[1]
                 )
@@ -280,7 +280,7 @@ class CacheFile:
         logger.warning(message, self.path, error.args[0], target)
 
     def _setup_lock(self) -> contextlib.AbstractContextManager[Any]:
-        return os.fdopen(lock_database(self.path, max(self._timeout_s, SETUP_WAIT_S)))
+        return os.fdopen(lock_database(self.path, max(self._timeout_s, _SETUP_WAIT_S)))
 
 
 def _identify(path: Path) -> tuple[int, int] | None:
@@ -361,7 +361,7 @@ def _used_bytes(db: sqlite3.Connection) -> int:
 
 def _delete(db: sqlite3.Connection, which: str, *parameters: float) -> int:
     """Delete a few of the replies that `which` selects. Returns how many; 0 when none is left."""
-    query = f"DELETE FROM replies WHERE id IN (SELECT id FROM replies {which} LIMIT {STEP_ENTRIES})"
+    query = f"DELETE FROM replies WHERE id IN (SELECT id FROM replies {which} LIMIT {_STEP_ENTRIES})"
     return db.execute(query, parameters).rowcount
 
 
@@ -390,8 +390,8 @@ class Store:
 
     def _begin(self) -> None:
         """Set up the state of one process."""
-        self._reader, self._writer = CacheFile(self.path, BUSY_TIMEOUT_S), CacheFile(self.path, BUSY_TIMEOUT_S)
-        self._commands = CacheFile(self.path, COMMAND_TIMEOUT_S)
+        self._reader, self._writer = CacheFile(self.path, _BUSY_TIMEOUT_S), CacheFile(self.path, _BUSY_TIMEOUT_S)
+        self._commands = CacheFile(self.path, _COMMAND_TIMEOUT_S)
         self.files = self._reader, self._writer, self._commands
         self._read_again_at = -math.inf
         self._logged: set[str] = set()
@@ -426,9 +426,9 @@ class Store:
         rest = [key for key in keys if key not in found] if found else keys
         if rest and (used := self._try_to_read(lambda db: self._find(db, rest, found))):
             with self._changed:
-                if len(self._touched) <= TOUCHED_MAX:
+                if len(self._touched) <= _TOUCHED_MAX:
                     self._touched.update(dict.fromkeys(used))
-                    self._schedule(TOUCH_LINGER_S)
+                    self._schedule(_TOUCH_LINGER_S)
         return found
 
     def put(self, key: bytes, reply: CachedReply) -> None:
@@ -445,8 +445,8 @@ class Store:
                 self._drop_waiting(next(iter(self._waiting)))
                 self._warn_once("too many replies wait to be written; the oldest are dropped and requested again")
             if len(self._waiting) == 1:
-                self._schedule(LINGER_S)
-            elif len(self._waiting) == BATCH_ENTRIES:
+                self._schedule(_LINGER_S)
+            elif len(self._waiting) == _BATCH_ENTRIES:
                 self._schedule(0.0)
 
     def remember(self, name: str, value: bytes) -> None:
@@ -454,7 +454,7 @@ class Store:
         with self._changed:
             if not self._is_closed():
                 self._notes[name] = value
-                self._schedule(LINGER_S)
+                self._schedule(_LINGER_S)
 
     def recall(self, name: str) -> bytes | None:
         """Return what this or another process remembered by that name."""
@@ -473,10 +473,10 @@ class Store:
     def close(self) -> None:
         """Write what waits, end the thread and close the file. May be called again, and by any thread."""
         with self._changed:
-            self._close_by = min(self._close_by, time.monotonic() + CLOSE_TIMEOUT_S)
+            self._close_by = min(self._close_by, time.monotonic() + _CLOSE_TIMEOUT_S)
         self._thread.close()
         if self._thread.is_started:
-            self._thread.join(CLOSE_TIMEOUT_S + JOIN_GRACE_S)
+            self._thread.join(_CLOSE_TIMEOUT_S + _JOIN_GRACE_S)
         else:
             self._thread.run()  # nothing else would write what waits
         with self._changed:
@@ -502,7 +502,7 @@ class Store:
         files = (self.path, self.path.with_name(self.path.name + "-wal"))
         file_bytes = sum(file.stat().st_size for file in files if file.exists())
         return StoreStats(
-            path=str(self.path), schema_version=SCHEMA_VERSION, entries=entries, expired=expired,
+            path=str(self.path), schema_version=_SCHEMA_VERSION, entries=entries, expired=expired,
             payload_bytes=payload_bytes, file_bytes=file_bytes, max_bytes=self.max_bytes, ttl_s=self.ttl_s,
             oldest_at=oldest_at, newest_at=newest_at, set_aside=self._commands.list_asides(),
         )  # fmt: skip
@@ -519,7 +519,7 @@ class Store:
             while step := _delete(db, "WHERE created_at < ?", before):
                 removed += step
             while read_pragma(db, "freelist_count"):
-                db.execute(f"PRAGMA incremental_vacuum({STEP_PAGES})").fetchall()
+                db.execute(f"PRAGMA incremental_vacuum({_STEP_PAGES})").fetchall()
             db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
             return removed
 
@@ -527,7 +527,7 @@ class Store:
 
     def export(self) -> Iterator[dict[str, Any]]:
         """Each reply that has not expired, in the order of storing and in constant memory. `key` is in hex."""
-        query = f"{_SELECT} WHERE id > ? AND created_at >= ? ORDER BY id LIMIT {EXPORT_ENTRIES}"
+        query = f"{_SELECT} WHERE id > ? AND created_at >= ? ORDER BY id LIMIT {_EXPORT_ENTRIES}"
         cutoff, last = self._cutoff(), -1
         while rows := self._run(lambda db: db.execute(query, (last, cutoff)).fetchall()):  # noqa: B023  called at once
             last = rows[-1][0]
@@ -558,7 +558,7 @@ class Store:
 
     def _find(self, db: sqlite3.Connection, keys: Sequence[bytes], found: dict[bytes, CachedReply]) -> list[bytes]:
         """Add the replies to `found`. Returns the keys whose time of last use should be written."""
-        cutoff, stale = self._cutoff(), self._wall_clock() - TOUCH_EVERY_S
+        cutoff, stale = self._cutoff(), self._wall_clock() - _TOUCH_EVERY_S
         used: list[bytes] = []
         for entry in _read(db, keys):
             if entry is None:
@@ -603,8 +603,8 @@ class Store:
         if time.monotonic() >= self._close_by:
             return math.inf
         with self._changed:
-            replies = list(itertools.islice(self._waiting.items(), BATCH_ENTRIES))
-            notes, touched = list(self._notes.items()), list(itertools.islice(self._touched, BATCH_ENTRIES))
+            replies = list(itertools.islice(self._waiting.items(), _BATCH_ENTRIES))
+            notes, touched = list(self._notes.items()), list(itertools.islice(self._touched, _BATCH_ENTRIES))
         try:
             self._writer.use(lambda db: _write(db, replies, touched, notes, self._wall_clock()))
         except (sqlite3.Error, OSError) as error:
@@ -619,7 +619,7 @@ class Store:
                     del self._notes[name]
             for key in touched:
                 self._touched.pop(key, None)
-            self._thread.schedule(0.0 if len(self._waiting) >= BATCH_ENTRIES else LINGER_S)
+            self._thread.schedule(0.0 if len(self._waiting) >= _BATCH_ENTRIES else _LINGER_S)
             self._changed.notify_all()  # for `flush`
         with contextlib.suppress(sqlite3.Error, OSError):  # the next batch checks the bound again
             self._writer.use(self._evict)
@@ -632,7 +632,7 @@ class Store:
         short runs, each closed right after its last write, would otherwise let the file grow.
         """
         if _used_bytes(db) > self.max_bytes:
-            while time.monotonic() < self._close_by and _used_bytes(db) > self.max_bytes * EVICT_TO:
+            while time.monotonic() < self._close_by and _used_bytes(db) > self.max_bytes * _EVICT_TO:
                 if not _delete(db, "ORDER BY used_at"):
                     return
 
@@ -642,7 +642,7 @@ class Store:
         """How long to leave the file alone. Each kind of trouble is logged once, and a lock is ordinary."""
         trouble = diagnose(error)
         if trouble is Trouble.LOCKED:
-            return random.uniform(*LOCKED_PAUSE_S)
+            return random.uniform(*_LOCKED_PAUSE_S)
         self._warn_once(f"{trouble} (%s); continuing without it, and trying again later", error, kind=trouble)
         return RETRY_AFTER_S
 

@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("freewheel.judge")
 
-WRITE_AHEAD_BYTES = 1 << 18
+_WRITE_AHEAD_BYTES = 1 << 18
 """Bytes buffered ahead of the socket: enough to keep it full, little to hold twice."""
 RESTARTS_ALLOWED = 5
-"""More deaths than this within `RESTART_WINDOW_S` are a fault of ours or of the machine, and the judge gives up."""
-RESTART_WINDOW_S = 60.0
+"""More deaths than this within `_RESTART_WINDOW_S` are a fault of ours or of the machine, and the judge gives up."""
+_RESTART_WINDOW_S = 60.0
 FIRST_PAUSE_S = 0.1
 """Pause before the first restart. It doubles with each further one."""
-KILLED_AFTER_S = 1.0
+_KILLED_AFTER_S = 1.0
 """How long a killed child may take to disappear."""
 
 # -- messages ---------------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ class Pipe(asyncio.Protocol):
     ) -> None:
         self.ended = asyncio.Event()
         self.is_full = False
-        """More than `WRITE_AHEAD_BYTES` wait for the socket."""
+        """More than `_WRITE_AHEAD_BYTES` wait for the socket."""
         self._decoder = decoder
         self._take = take
         self._has_room_again = has_room_again
@@ -153,7 +153,7 @@ class Pipe(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's class has this interface
-        self._transport.set_write_buffer_limits(WRITE_AHEAD_BYTES)
+        self._transport.set_write_buffer_limits(_WRITE_AHEAD_BYTES)
 
     def data_received(self, data: bytes) -> None:
         buffer = self._buffer
@@ -261,7 +261,7 @@ class Link:
         log.warning("the judge's %s did not close within %.3g s", self._config.placement, timeout_s)
         if self._child is not None:
             self._child.kill()
-            wait_in_slices(self._has_ended_within, KILLED_AFTER_S)
+            wait_in_slices(self._has_ended_within, _KILLED_AFTER_S)
 
     def forget(self) -> None:
         """Release the parent's descriptors in a forked process. The thread does not exist there."""
@@ -367,10 +367,10 @@ class Link:
             if self._ending:
                 return
             now = time.monotonic()
-            deaths = [at for at in deaths if at > now - RESTART_WINDOW_S] + [now]
+            deaths = [at for at in deaths if at > now - _RESTART_WINDOW_S] + [now]
             if len(deaths) > RESTARTS_ALLOWED:
                 self._give_up(
-                    f"the judge's process died {len(deaths)} times within {RESTART_WINDOW_S:.0f} s, "
+                    f"the judge's process died {len(deaths)} times within {_RESTART_WINDOW_S:.0f} s, "
                     f"last with exit code {code}; its last output is on stderr"
                 )
                 return

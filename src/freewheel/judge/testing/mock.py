@@ -62,7 +62,7 @@ from freewheel.utils.processes import end_with
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8099
 """Not a default port of any inference server."""
-DEFAULT_MODEL = "mock-judge"
+_DEFAULT_MODEL = "mock-judge"
 CHAT_PATH = "/chat/completions"
 
 _START_TIMEOUT_S = 60.0
@@ -243,7 +243,7 @@ class _JudgeServer(web.Server):
         epoch = self._epoch
         match method, path:
             case "GET", "/v1/models":
-                model = {"id": epoch.profile.model or DEFAULT_MODEL, "object": "model", "created": 0}
+                model = {"id": epoch.profile.model or _DEFAULT_MODEL, "object": "model", "created": 0}
                 return _whole(msgspec.json.encode({"object": "list", "data": [{**model, "owned_by": "freewheel"}]}))
             case "GET", "/__counts":
                 epoch.counts.open_connections = len(self.connections)
@@ -278,7 +278,7 @@ async def _answer(epoch: _Epoch, request: web.BaseRequest, ask: Ask, fault: Faul
     if fault in (Fault.UNPARSEABLE, Fault.EMPTY):
         text = UNPARSEABLE_REPLY if fault is Fault.UNPARSEABLE else None
     has_choices = fault is not Fault.EMPTY or ask.content.digest[-1] % 2 == 0
-    model = ask.model or epoch.profile.model or DEFAULT_MODEL
+    model = ask.model or epoch.profile.model or _DEFAULT_MODEL
     pieces = completion(ask, text, model=model, has_choices=has_choices)
     if fault not in (Fault.TRUNCATE, Fault.DRIP) and not ask.stream:
         _count_answer(epoch, ask)

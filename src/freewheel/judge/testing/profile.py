@@ -52,7 +52,7 @@ class Fault(StrEnum):
 SHARES = tuple(f"{fault}_share" for fault in Fault)
 """The fields of the faults, in the order in which they divide the unit interval."""
 
-ROUNDING = 1e-9
+_ROUNDING = 1e-9
 """In binary, 0.1 + 0.2 + 0.7 is not exactly 1."""
 
 
@@ -148,7 +148,7 @@ class JudgeProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                     raise ConfigError(name, window, "give pairs (start_s, duration_s), none of them negative")
         check_fields(self)
         total = sum(getattr(self, name) for name in SHARES)
-        if total > 1.0 + ROUNDING:
+        if total > 1.0 + _ROUNDING:
             raise ConfigError("shares", total, "the fault shares must not add up to more than 1")
         if self.score_low > self.score_high:
             raise ConfigError("score_low", self.score_low, f"must not exceed score_high = {self.score_high}")
@@ -157,11 +157,11 @@ class JudgeProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 # -- requests and replies ---------------------------------------------------------------------------------------------
 
 
-NONCE = re.compile(r"[0-9a-fA-F]{16,}")
+_NONCE = re.compile(r"[0-9a-fA-F]{16,}")
 """Hex digits of this length are a request's nonce or hash, not its content."""
-CHARS_PER_TOKEN = 4
+_CHARS_PER_TOKEN = 4
 """The usual estimate for English; `usage` must only be plausible and repeatable."""
-STREAM_PIECES = 4
+_STREAM_PIECES = 4
 """About how many deltas a streamed reply has: more than one, so that a reader must join them."""
 
 UNPARSEABLE_REPLY = "This answer cannot be rated."
@@ -187,7 +187,7 @@ class Content(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, user_content: str) -> Content:
-        text = NONCE.sub("", user_content)
+        text = _NONCE.sub("", user_content)
         return cls(text, sha256(text.encode("utf-8", "surrogatepass")).digest())
 
     @property
@@ -249,8 +249,8 @@ def reply_text(profile: JudgeProfile, content: Content) -> str:
 
 def usage(ask: Ask, text: str) -> dict[str, int]:
     """The `usage` object for this question and this reply: at least one token each."""
-    prompt = max(1, ask.prompt_chars // CHARS_PER_TOKEN)
-    completion = max(1, len(text) // CHARS_PER_TOKEN) * (ask.n or 1)
+    prompt = max(1, ask.prompt_chars // _CHARS_PER_TOKEN)
+    completion = max(1, len(text) // _CHARS_PER_TOKEN) * (ask.n or 1)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
@@ -268,7 +268,7 @@ def completion(ask: Ask, text: str | None, *, model: str, has_choices: bool = Tr
         message = {"role": "assistant", "content": text}
         return [msgspec.json.encode({**head, **choices("stop", message=message, logprobs=None), "usage": used})]
     words = text or ""
-    step = max(1, ceil(len(words) / STREAM_PIECES))
+    step = max(1, ceil(len(words) / _STREAM_PIECES))
     events = [choices(None, delta={"role": "assistant", "content": ""})]
     events += [choices(None, delta={"content": words[at : at + step]}) for at in range(0, len(words), step)]
     events.append(choices("stop", delta={}))
@@ -342,8 +342,8 @@ class Counts(msgspec.Struct):
 # -- decisions --------------------------------------------------------------------------------------------------------
 
 
-STANDARD_NORMAL = NormalDist()
-TWO_TO_53 = 2**53
+_STANDARD_NORMAL = NormalDist()
+_TWO_TO_53 = 2**53
 """Number of equally spaced doubles in [0, 1): 53 bits of a hash make one of them."""
 
 
@@ -367,7 +367,7 @@ def draws(seed: int, content: Content, attempt: int) -> tuple[float, float]:
     """Two independent numbers in [0, 1), determined by seed, content and attempt on every machine."""
     bits = blake2b(content.digest + f"{seed}:{attempt}".encode(), digest_size=16).digest()
     first, second = (int.from_bytes(half, "big") >> 11 for half in (bits[:8], bits[8:]))
-    return first / TWO_TO_53, second / TWO_TO_53
+    return first / _TWO_TO_53, second / _TWO_TO_53
 
 
 def plan_for(profile: JudgeProfile, content: Content, attempt: int, faults_so_far: int = 0) -> Plan:
@@ -381,7 +381,7 @@ def plan_for(profile: JudgeProfile, content: Content, attempt: int, faults_so_fa
     if profile.latency == "lognormal" and service_s > 0.0:
         location = log(service_s) - profile.sigma**2 / 2  # so that the mean, not the median, is latency_s
         # The quantile of 0 is minus infinity, so move half a step up.
-        service_s = exp(location + profile.sigma * STANDARD_NORMAL.inv_cdf(pace or 0.5 / TWO_TO_53))
+        service_s = exp(location + profile.sigma * _STANDARD_NORMAL.inv_cdf(pace or 0.5 / _TWO_TO_53))
     return Plan(service_s, fault)
 
 
