@@ -22,7 +22,7 @@ from freewheel.judge import Endpoint, Failed, JudgeRequest, Rubric, Scored, Skip
 from freewheel.judge.client import MAX_REPLY_BYTES, proxy_for
 from freewheel.judge.endpoint import Breaker
 from freewheel.judge.exchange import BodyWriter
-from freewheel.judge.testing import JudgeProfile, MockJudge, RunningJudge
+from freewheel.judge.testing import JudgeProfile, RunningJudge
 
 Mock = Callable[..., RunningJudge]
 SLACK_S = 3.0
@@ -171,17 +171,6 @@ async def test_without_a_cache_the_pieces_of_a_batch_share_calls_and_nothing_is_
             await engine.result(7, index + 1)
     assert judge.counts().received == 5
     assert not list(tmp_path.rglob("*.sqlite3"))
-
-
-@pytest.mark.parametrize(
-    "change", [{"rubric": "yes_no"}, {"temperature": 0.5}, {"sampling": {"top_p": 0.9}}, {"max_tokens": 9}]
-)
-async def test_another_question_is_another_call(mock: Mock, bench: Any, change: dict[str, Any]) -> None:
-    judge = mock(scores={"same": "10", "yes": "10"})
-    for settings in ({}, change):
-        async with bench(judge.url, **settings) as engine:
-            await engine.score(["same"])
-    assert judge.counts().received >= 2
 
 
 async def test_another_parser_rereads_the_cached_reply_and_asks_again_if_it_cannot(mock: Mock, bench: Any) -> None:
@@ -400,17 +389,6 @@ async def test_requests_move_from_an_endpoint_that_is_dead_throttled_or_refuses_
     assert refusing.counts().received <= 64
 
 
-async def test_a_standby_gets_requests_only_when_needed(mock: Mock, bench: Any) -> None:
-    main, standby = mock(), mock()
-    both = [Endpoint(url=main.url), Endpoint(url=standby.url, weight=0)]
-    async with bench(both) as engine:
-        await engine.score(texts(50))
-        assert standby.counts().received == 0
-        main.reset(JudgeProfile(api_key="right"))
-        assert reasons(await engine.score(texts(50, "later"))) == {"scored"}
-    assert standby.counts().received == 50
-
-
 def test_a_proxy_is_taken_from_the_environment_but_not_for_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
     monkeypatch.setenv("NO_PROXY", "inside.example.org")
@@ -432,18 +410,21 @@ async def test_a_judge_behind_a_proxy_is_reached_through_it(
     assert proxy.seen[0][0]["Host"] == "judge.invalid"
 
 
-async def test_a_certificate_is_checked_against_the_configured_bundle(bench: Any, tmp_path: Path) -> None:
+async def test_a_certificate_is_checked_against_the_configured_bundle(
+    scripted: Any, bench: Any, tmp_path: Path
+) -> None:
     authority = trustme.CA()
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     authority.issue_cert("127.0.0.1").configure_cert(context)
     bundle = tmp_path / "ca.pem"
     authority.cert_pem.write_to_path(bundle)
-    with MockJudge(ssl_context=context).in_thread() as judge:
-        async with bench(judge.url, ca_file=str(bundle)) as engine:
-            assert reasons(await engine.score(["one"])) == {"scored"}
-        async with bench(judge.url, max_attempts=1, cache=False) as engine:
-            (verdict,) = await engine.score(["one"])
-        assert "certificate" in failed(verdict).detail.lower() and judge.counts().received == 1
+    judge = scripted(lambda number, headers, body: (200, {}, SEVEN))
+    judge.use_tls(context)
+    async with bench(judge.url, ca_file=str(bundle)) as engine:
+        assert reasons(await engine.score(["one"])) == {"scored"}
+    async with bench(judge.url, max_attempts=1, cache=False) as engine:
+        (verdict,) = await engine.score(["one"])
+    assert "certificate" in failed(verdict).detail.lower() and len(judge.seen) == 1
 
 
 # -- outages and deadlines -------------------------------------------------------------------------------------------

@@ -175,17 +175,6 @@ async def test_a_stream_reaches_its_sink_and_its_usage_the_accounts(mock: Any) -
     assert stats.relayed == 1 and stats.endpoints[0].latency_p99_s < 0.4, "the sink's time is not the judge's"
 
 
-async def test_a_stream_is_retried_until_its_first_byte_and_not_after(scripted: Any) -> None:
-    events = b'data: {"choices": []}\n\n'
-    truncated = (200, {"Content-Length": str(len(events) + 100)}, events)
-    server = scripted(lambda number, headers, sent: (503, {}, b"") if number == 1 else truncated)
-    sink = Sink()
-    async with judge_at(server.url, attempt_timeout_s=0.3) as judge:
-        [answer] = await ask(judge, body(stream=True), sink=sink)
-    assert len(server.seen) == 2 and b"".join(sink.chunks) == events
-    assert isinstance(answer, Failed) and answer.reason == "unavailable"
-
-
 async def test_a_client_that_hangs_up_is_not_counted_against_the_judge(mock: Any) -> None:
     async with judge_at(mock().url) as judge:
         [answer] = await ask(judge, body(stream=True), sink=Sink(is_gone=True))

@@ -101,16 +101,6 @@ def test_submit_returns_at_once_and_a_timeout_leaves_the_batch_running(mock: Moc
     until(lambda: hanging.counts().in_flight == 0)
 
 
-def test_a_cancelled_batch_ends_at_once_and_the_others_continue(mock: Mock, make_judge: Make) -> None:
-    judge = make_judge(mock(latency_s=0.3, scores={"fine": "5"}).url, concurrency="fixed:2")
-    first, second = judge.submit(texts(20)), judge.submit(["fine", texts(20)[0]])
-    until(lambda: first.progress().scored >= 1)
-    first.cancel()
-    assert first.done() and reasons(first.result()) == {"scored", "cancelled"}
-    assert reasons(second.result(WAIT_S)) == {"scored"}
-    first.cancel()
-
-
 def test_a_handle_can_be_awaited_and_iterated_in_order_and_as_completed(mock: Mock, make_judge: Make) -> None:
     judge = make_judge(mock(latency="lognormal", latency_s=0.05).url)
 
@@ -172,19 +162,6 @@ def test_a_judge_works_inside_a_running_loop(mock: Mock, make_judge: Make) -> No
             await judge.score(texts(1))
 
     asyncio.run(main())
-
-
-def test_identical_requests_are_sent_once_in_and_across_batches_and_restarts(mock: Mock, make_judge: Make) -> None:
-    server = mock(latency_s=0.05)
-    judge = make_judge(server.url)
-    first, second = judge.submit(texts(5) * 4), judge.submit(texts(5))
-    values = [v.value for v in first.result(WAIT_S)]
-    assert values == values[:5] * 4 == [v.value for v in second.result(WAIT_S)] * 4
-    judge.close()
-    again = make_judge(server.url)
-    verdicts = again.submit(texts(5)).result(WAIT_S)
-    assert [v.value for v in verdicts] == values[:5] and all(v.cached for v in verdicts)
-    assert server.counts().received == 5 and again.stats().cache_hits_disk == 5
 
 
 @pytest.mark.parametrize("placement", ["thread"], indirect=True)

@@ -91,6 +91,9 @@ def test_a_throttle_burst_sends_bare_429s() -> None:
     behaviour = Behaviour(JudgeProfile(throttle_bursts=[(0.0, 1.0)], retry_after_s=None))
     assert refused(decide(behaviour, now=7.0)) == (429, None, {})
     assert isinstance(decide(behaviour, now=8.0), Plan)
+    count = behaviour.counts.of("an answer")
+    assert (count.received, count.rejected, count.admitted) == (2, 1, 1), "a rejection is no attempt"
+    assert behaviour.counts.most_received == 2 and behaviour.counts.of("never sent").received == 0
 
 
 def test_a_crowded_judge_rejects_and_sends_the_wait_in_wall_time() -> None:

@@ -15,9 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from freewheel.errors import ConfigError
-from freewheel.judge.parse import Reading, Unparseable, make_reader
+from freewheel.judge.parse import MAX_ANSWER_CHARS, Reading, Unparseable, make_reader
 from freewheel.judge.rubric import BUILTIN, Rubric
-from freewheel.judge.scores import MAX_ANSWER_CHARS
 
 from .replies import READ_AS_SEVEN, REFUSED
 
@@ -71,6 +70,7 @@ def test_an_unclear_reply_is_refused(reply: str) -> None:
         ("Score: 7\nScore: 11", 7.0, None),
         ("Score: 7\nScore: 7.5", 7.0, None),
         ("7, 8, 12", None, None),
+        ("Score: 3. It says\n</think>\n\nScore: 10", None, None),
     ],
 )
 def test_the_declared_place_chooses_among_several_scores_in_range(

@@ -94,12 +94,6 @@ def test_a_template_keeps_marker_lines_on_separate_lines() -> None:
     )
 
 
-def test_a_lone_surrogate_is_replaced_and_the_message_can_be_encoded() -> None:
-    message = BUILDER.user(JudgeRequest("a\ud800b").encodable())
-    assert "a\ufffdb" in message
-    message.encode()
-
-
 def test_the_secret_is_kept_in_a_private_file_and_read_back(tmp_path: Path) -> None:
     directory = tmp_path / "deep" / "private"
     secret = local_secret(directory)

@@ -137,15 +137,6 @@ Interleavings.TestCase.settings = settings(max_examples=60, stateful_step_count=
 test_any_interleaving_gives_each_request_exactly_one_verdict = Interleavings.TestCase
 
 
-def test_the_engine_gets_at_most_a_window_and_more_as_it_answers() -> None:
-    tracker = RequestTracker()
-    tracker.submit(requests(2 * WINDOW + 7), None)
-    first = drain(tracker)
-    assert sum(len(m.indexes) for m in first) == WINDOW and all(len(m.indexes) <= CHUNK for m in first)
-    tracker.take(Results([(0, index, Scored(1.0)) for index in range(10)], 0.0))
-    assert sent(tracker) == list(range(WINDOW, WINDOW + 10))
-
-
 def test_a_cancelled_batch_and_an_answer_that_comes_twice_make_room_once() -> None:
     tracker = RequestTracker()
     tracker.submit(requests(WINDOW), None).cancel()

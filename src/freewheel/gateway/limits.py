@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import hashlib
 import hmac
 from collections.abc import Callable, Iterator, Mapping
+from hashlib import sha256
 from http import HTTPStatus
 from typing import Final
 
@@ -227,7 +227,7 @@ class Doorkeeper:
             )
         if token is not None and len(token.reveal()) < _LEAST_TOKEN_CHARS:
             raise ConfigError(token_env, "<hidden>", f"give a token of at least {_LEAST_TOKEN_CHARS} characters")
-        self._digest = _digest(token.reveal().encode()) if token is not None else None
+        self._digest = sha256(token.reveal().encode()).digest() if token is not None else None
 
     def check(self, headers: Mapping[str, str]) -> None:
         # A page in this machine's browser may post to loopback unasked; programs send no Origin.
@@ -246,11 +246,8 @@ class Doorkeeper:
         if self._digest is None:
             return True
         # Compare digests in constant time, so that time reveals neither content nor length.
-        return hmac.compare_digest(_digest(_given_token(headers.get("Authorization", ""))), self._digest)
-
-
-def _digest(text: bytes) -> bytes:
-    return hashlib.sha256(text).digest()
+        given = sha256(_given_token(headers.get("Authorization", "")))
+        return hmac.compare_digest(given.digest(), self._digest)
 
 
 def _given_token(header: str) -> bytes:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -39,6 +38,7 @@ from freewheel.judge.judge import InlineJudge
 from freewheel.judge.service import tune_process
 from freewheel.judge.transport import run_loop
 from freewheel.judge.verdict import Failed, JudgeClosed, Reason, Verdict
+from freewheel.utils.checks import check_number
 from freewheel.utils.waiting import unless_stopped, wait_for_event
 
 log = logging.getLogger("freewheel.gateway")
@@ -146,15 +146,13 @@ class Gateway:
         return _reply(problem.body(), status=problem.status, headers=problem.headers)
 
     async def _route(self, request: web.BaseRequest) -> web.StreamResponse:
-        methods = ROUTES.get(request.path)
-        if methods is None:
+        if request.path not in ROUTES:
             known = ", ".join(sorted(ROUTES))
             raise Problem(HTTPStatus.NOT_FOUND, "unknown_path", f"no such path: {request.path!r}; there are {known}")
-        route = methods.get(request.method)
-        if route is None:
-            allowed = ", ".join(methods)
-            message = f"{request.path} takes {allowed} and not {request.method!r}"
-            raise Problem(HTTPStatus.METHOD_NOT_ALLOWED, "wrong_method", message, headers={"Allow": allowed})
+        method, route = ROUTES[request.path]
+        if request.method != method:
+            message = f"{request.path} takes {method} and not {request.method!r}"
+            raise Problem(HTTPStatus.METHOD_NOT_ALLOWED, "wrong_method", message, headers={"Allow": method})
         if not (request.path == "/healthz" or (request.path == "/metrics" and self._door.open_here)):
             self._door.check(request.headers)
         return await route(self, request)
@@ -278,14 +276,14 @@ class Gateway:
         return _reply(text.encode(), headers={hdrs.CONTENT_TYPE: _METRICS_TYPE})
 
 
-ROUTES: dict[str, dict[str, Route]] = {
-    "/v1/chat/completions": {hdrs.METH_POST: Gateway._chat},
-    "/v1/models": {hdrs.METH_GET: Gateway._list_models},
-    "/score": {hdrs.METH_POST: Gateway._score},
-    "/openrlhf": {hdrs.METH_POST: Gateway._openrlhf},
-    "/slime": {hdrs.METH_POST: Gateway._slime},
-    "/healthz": {hdrs.METH_GET: Gateway._health},
-    "/metrics": {hdrs.METH_GET: Gateway._metrics},
+ROUTES: dict[str, tuple[str, Route]] = {
+    "/v1/chat/completions": (hdrs.METH_POST, Gateway._chat),
+    "/v1/models": (hdrs.METH_GET, Gateway._list_models),
+    "/score": (hdrs.METH_POST, Gateway._score),
+    "/openrlhf": (hdrs.METH_POST, Gateway._openrlhf),
+    "/slime": (hdrs.METH_POST, Gateway._slime),
+    "/healthz": (hdrs.METH_GET, Gateway._health),
+    "/metrics": (hdrs.METH_GET, Gateway._metrics),
 }
 
 
@@ -296,12 +294,10 @@ def _reply(body: bytes, *, status: int = HTTPStatus.OK, headers: dict[str, str] 
 
 def _deadline_s(text: str) -> float:
     try:
-        seconds = float(text)
+        check_number(_DEADLINE_HEADER, float(text), above=0)
     except ValueError:
-        seconds = math.nan
-    if not (math.isfinite(seconds) and seconds > 0):
-        raise bad_field(_DEADLINE_HEADER, text, "give seconds, above 0")
-    return seconds
+        raise bad_field(_DEADLINE_HEADER, text, "give seconds, above 0") from None
+    return float(text)
 
 
 # -- the program ------------------------------------------------------------------------------------------------------
@@ -326,33 +322,28 @@ def serve(
 
     `ready` receives host and port once requests are accepted. Raises `ConfigError` if it cannot listen.
     """
+    gateway = Gateway(config, limits, shares_samples=shares_samples)
+
+    async def run() -> None:
+        signalled, signalled_again = asyncio.Event(), asyncio.Event()
+
+        def on_signal() -> None:
+            (signalled_again if signalled.is_set() else signalled).set()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, on_signal)
+        try:
+            bound = await gateway.start(host, port, door)
+        except (OSError, OverflowError) as error:
+            remedy = f"it cannot listen there: {error}; choose another --port"
+            raise ConfigError("--host and --port", f"{host}:{port}", remedy) from None
+        try:
+            ready(host, bound)
+            await signalled.wait()
+            log.info("shutting down: open requests have %g s, a second signal ends them now", gateway.limits.drain_s)
+        finally:
+            await gateway.stop(gateway.limits.drain_s if signalled.is_set() else 0.0, signalled_again)
+            log.info(gateway.judge.stats().line())
+
     tune_process()
-    run_loop(_serve(Gateway(config, limits, shares_samples=shares_samples), host, port, door, ready))
-
-
-async def _serve(
-    gateway: Gateway,
-    host: str,
-    port: int,
-    door: Doorkeeper,
-    ready: Callable[[str, int], None],
-) -> None:
-    signalled, signalled_again = asyncio.Event(), asyncio.Event()
-
-    def on_signal() -> None:
-        (signalled_again if signalled.is_set() else signalled).set()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    try:
-        bound = await gateway.start(host, port, door)
-    except (OSError, OverflowError) as error:
-        remedy = f"it cannot listen there: {error}; choose another --port"
-        raise ConfigError("--host and --port", f"{host}:{port}", remedy) from None
-    try:
-        ready(host, bound)
-        await signalled.wait()
-        log.info("shutting down: open requests have %g s, a second signal ends them now", gateway.limits.drain_s)
-    finally:
-        await gateway.stop(gateway.limits.drain_s if signalled.is_set() else 0.0, signalled_again)
-        log.info(gateway.judge.stats().line())
+    run_loop(run())

@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import ssl
 import subprocess
 import sys
 import threading
@@ -37,7 +36,6 @@ import msgspec
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
-from freewheel.errors import ConfigError
 from freewheel.judge.testing.profile import (
     GARBAGE_BODY,
     HTML_BODY,
@@ -165,10 +163,10 @@ class _JudgeServer(web.Server):
         super().__init__(self._handle, handler_cancellation=True, access_log=None, logger=log)
         self._epoch = _Epoch(profile)
 
-    async def listen(self, host: str, port: int, ssl_context: ssl.SSLContext | None) -> int:
+    async def listen(self, host: str, port: int) -> int:
         """Return the port; 0 takes a free one."""
         loop = asyncio.get_running_loop()
-        self._listener = await loop.create_server(self, host, port, ssl=ssl_context, backlog=_BACKLOG)
+        self._listener = await loop.create_server(self, host, port, backlog=_BACKLOG)
         bound: int = self._listener.sockets[0].getsockname()[1]
         return bound
 
@@ -333,17 +331,16 @@ def _read(body: bytes) -> Ask | None:
 class RunningJudge:
     """A mock judge that is up, wherever it runs. This class itself reads one in another process over HTTP."""
 
-    def __init__(self, profile: JudgeProfile, host: str, port: int, *, scheme: str = "http") -> None:
+    def __init__(self, profile: JudgeProfile, host: str, port: int) -> None:
         self.profile = profile
         """What it does now."""
         self.host = host
         self.port = port
-        self._scheme = scheme
 
     @property
     def base_url(self) -> str:
         """`http://127.0.0.1:PORT/v1`, the `base_url` of OpenAI clients."""
-        return f"{self._scheme}://{self.host}:{self.port}/v1"
+        return f"http://{self.host}:{self.port}/v1"
 
     @property
     def url(self) -> str:
@@ -379,16 +376,8 @@ class RunningJudge:
 class MockJudge(RunningJudge):
     """An OpenAI-compatible judge on loopback that behaves as its profile describes."""
 
-    def __init__(
-        self,
-        profile: JudgeProfile | None = None,
-        host: str = DEFAULT_HOST,
-        port: int = 0,
-        *,
-        ssl_context: ssl.SSLContext | None = None,
-    ) -> None:
-        super().__init__(profile or JudgeProfile(), host, port, scheme="http" if ssl_context is None else "https")
-        self._ssl_context = ssl_context
+    def __init__(self, profile: JudgeProfile | None = None, host: str = DEFAULT_HOST, port: int = 0) -> None:
+        super().__init__(profile or JudgeProfile(), host, port)
         self._server: _JudgeServer | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         """The loop of the judge's own thread, if it has one."""
@@ -396,7 +385,7 @@ class MockJudge(RunningJudge):
     async def __aenter__(self) -> Self:
         """Listen on the current loop."""
         self._server = _JudgeServer(self.profile)
-        self.port = await self._server.listen(self.host, self.port, self._ssl_context)
+        self.port = await self._server.listen(self.host, self.port)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -435,8 +424,6 @@ class MockJudge(RunningJudge):
     @contextmanager
     def in_process(self) -> Iterator[RunningJudge]:
         """Run in a child process, which ends with the context or with this process, whichever is first."""
-        if self._ssl_context is not None:
-            raise ConfigError("ssl_context", "set", "a context cannot travel to another process; use in_thread()")
         command = [sys.executable, "-c", "from freewheel.judge.testing.mock import _run_child; _run_child()"]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
             assert child.stdin is not None and child.stdout is not None
