@@ -203,20 +203,16 @@ def test_a_batch_expires_after_the_grace_and_not_before() -> None:
     assert tracker.next_deadline() == float("inf")
 
 
-@pytest.mark.parametrize(
-    ("end", "reason", "error"), [("close", "cancelled", JudgeClosed), ("break_down", "engine", EngineDied)]
-)
-def test_at_the_end_everything_open_ends_and_nothing_more_is_accepted(
-    end: str, reason: str, error: type[Exception]
-) -> None:
+@pytest.mark.parametrize(("error", "reason"), [(JudgeClosed, "cancelled"), (EngineDied, "engine")])
+def test_at_the_end_everything_open_ends_and_nothing_more_is_accepted(error: Any, reason: str) -> None:
     tracker = RequestTracker()
     handle, asked = tracker.submit([*requests(2), JudgeRequest("y", skip="rule")], None), tracker.ask_stats()
-    getattr(tracker, end)("out of luck")
+    tracker.end(error("out of luck"))
     assert handle.result(0) == [Failed(reason, 0, "out of luck")] * 2 + [Skipped("rule")]
     with pytest.raises(error, match="out of luck"):
         tracker.submit(requests(1), None)
     assert tracker.ask_stats().result(0) == JudgeStats(), "no engine is left to answer"
-    if end == "break_down":
+    if error is EngineDied:
         assert asked.result(0) == JudgeStats()
 
 

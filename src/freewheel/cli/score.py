@@ -285,8 +285,6 @@ cache_app = typer.Typer(help="The replies that were paid for once: show, clear o
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
-_OF_A_JUDGE = ("expired", "max_bytes", "ttl_s")
-"""Not reported here: each judge has its own bounds, and the file does not know them."""
 _NO_BOUND_BYTES = sys.maxsize
 """These commands store nothing, so they never remove anything to keep a bound."""
 
@@ -301,8 +299,7 @@ def stats(cache_dir: str | None, as_json: bool) -> None:
     with plain_errors(), _store(cache_dir) as (store, path):
         found = store.stats() if path.exists() else None
         known = msgspec.to_builtins(found) if found is not None else {"path": str(path), "entries": 0}
-        shown = {key: value for key, value in known.items() if key not in _OF_A_JUDGE}
-        report(as_json, shown, _describe(found) if found is not None else f"{path}: there is no cache yet")
+        report(as_json, known, _describe(found) if found is not None else f"{path}: there is no cache yet")
 
 
 @cache_app.command("clear")

@@ -65,9 +65,6 @@ class Secret:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Secret) and self._text == other._text
 
-    def __hash__(self) -> int:
-        return hash((Secret, self._text))
-
     def __reduce__(self) -> tuple[object, ...]:
         return (Secret, (KEYLESS,)) if self._text == KEYLESS else (_restore, (self.source,))
 

@@ -203,7 +203,7 @@ class Judge:
             for handle in self._tracker.open_handles():
                 handle.wait(max(0.0, until - time.monotonic()))
         self._closed = True
-        self._tracker.close("the judge was closed")
+        self._tracker.end(JudgeClosed("the judge was closed"))
         link.join(timeout_s)
 
     def __del__(self) -> None:

@@ -179,20 +179,17 @@ class Limiter:
         self._refused_since = math.inf
         self._refusal_s = 0.0
         if memory is not None and not self._is_fixed:
-            self._restore(memory)
+            if memory.window >= 1.0:
+                self._window = min(memory.window, self._ceiling)
+            if memory.bound >= 1.0:
+                self._bound, self._target = memory.bound, self._window
+            self._rtt_s = memory.rtt_s
+            self._levels = dict(memory.levels)
         self.limit = int(self._window)
         """Number of requests that may be in flight now."""
         self._segment_count = 0
         self._segment_size: float = _FIRST_SEGMENT
         self._segment_start = self._segment_latency_s = self._segment_square = self._segment_level = 0.0
-
-    def _restore(self, memory: LimiterMemory) -> None:
-        if memory.window >= 1.0:
-            self._window = min(memory.window, self._ceiling)
-        if memory.bound >= 1.0:
-            self._bound, self._target = memory.bound, self._window
-        self._rtt_s = memory.rtt_s
-        self._levels = dict(memory.levels)
 
     def memory(self) -> LimiterMemory:
         """The state from which a later limiter for the same judge should start."""

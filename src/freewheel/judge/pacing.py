@@ -8,7 +8,7 @@ The engine calls the pacer before a request is sent and after it ends. It is pur
                     ├──▶ rejected     a 429 for the rate: a short pause, then the accepted pace, slowly rising
                     └──▶ observed     x-ratelimit-* headers: a bucket that binds only when little is left
 
-With nothing configured and nothing learned, each call is one or two attribute checks.
+With nothing configured and nothing learned, each call is a few attribute checks.
 """
 
 from __future__ import annotations
@@ -197,12 +197,10 @@ class Pacer:
         self._window_start = -math.inf
         self._window_before = 0
         self._window_before_s = 0.0
-        self._note_freedom()
 
-    def _note_freedom(self) -> None:
-        self._is_free = not (
-            self._requests or self._tokens or self._header_requests or self._header_tokens or self._pace_per_s
-        )
+    @property
+    def _is_free(self) -> bool:
+        return not (self._requests or self._tokens or self._header_requests or self._header_tokens or self._pace_per_s)
 
     def ready_at(self, now: float, tokens: int) -> float:
         """When a request of about `tokens` tokens may be sent: `now` or earlier means at once, else ask again then."""
@@ -258,13 +256,11 @@ class Pacer:
         pace = max(_LEAST_PACE_PER_S, self._accepted_per_s(now) * _PACE_SHARE)
         self._pace_per_s = self._refused_pace_per_s = min(pace, self._pace_per_s) if self._pace_per_s else pace
         self._paced_at = self._next_at = self._paused_until
-        self._is_free = False
 
     def observed(self, now: float, headers: RateHeaders) -> None:
         """A reply had these headers."""
         self._header_requests = _scarce_bucket(now, self._header_requests, headers.requests)
         self._header_tokens = _scarce_bucket(now, self._header_tokens, headers.tokens)
-        self._note_freedom()
 
     def _accepted_per_s(self, now: float) -> float:
         elapsed_s = now - self._window_start + self._window_before_s
@@ -287,4 +283,3 @@ class Pacer:
         self._paced_at = now
         if self._pace_per_s > _PACE_FORGOTTEN * self._refused_pace_per_s:
             self._pace_per_s = 0.0
-            self._note_freedom()

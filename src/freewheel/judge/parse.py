@@ -344,8 +344,6 @@ class _ScoreFinder:
         if len(text) > 1 and text[0] == text[-1] == '"' and text.count('"') == 2:
             text = text[1:-1].strip()
         tokens = self._tokens(text)
-        if not tokens:
-            raise Unparseable(f"no number in {_shorten(reply)}")
         quotes = _Quotes(text)
         claims = self._claims(text, tokens, quotes)
         chosen = self._choose(claims, tokens, reply) if claims else self._lone(text, tokens, quotes, reply)
@@ -468,9 +466,7 @@ class _ScoreFinder:
 
     def _lone(self, text: str, tokens: dict[int, _Token], quotes: _Quotes, reply: str) -> _Token:
         numbers = [token for token in tokens.values() if token.plain_number]
-        if not numbers:
-            raise Unparseable(f"no plain number in {_shorten(reply)}")
-        if self._place != "only":
+        if numbers and self._place != "only":
             return numbers[0 if self._place == "first" else -1]
         if len({text[token.start : token.end] for token in numbers}) > 1:
             raise Unparseable(f"several numbers and no label in {_shorten(reply)}")
@@ -482,7 +478,7 @@ class _ScoreFinder:
             is_reported = _REPORTING.search(label[0]) or quotes.around(token.start, token.end)
             if not is_reported and _AFTER_END.match(text, token.end):
                 return token
-        raise Unparseable(f"the only number is in prose without a label in {_shorten(reply)}")
+        raise Unparseable(f"no number that is labelled as a score in {_shorten(reply)}")
 
 
 def _find_unlabelled(text: str, token: _Token) -> tuple[bool, bool] | None:

@@ -37,8 +37,6 @@ MALFORMED = "malformed"
 REMEDY = "give another output file, or --overwrite to start over"
 _KEY_HEX_DIGITS = 16
 """64 bits: enough to recognise the line that was scored, short enough to be in each row."""
-_LOCK_TRIES = 8
-"""A file can be replaced between opening and locking it, but not again and again."""
 
 
 # -- lines ------------------------------------------------------------------------------------------------------------
@@ -139,23 +137,7 @@ class RowFormat:
     """Reads and writes the rows of one job."""
 
     def __init__(self, config: JudgeConfig, fields: Fields) -> None:
-        self._verdict = fields.verdict
-        self._response = fields.response
-        text = (str | None, None)
-        row = msgspec.defstruct(
-            "Row",
-            [
-                ("response", *text),
-                ("prompt", *text),
-                ("reference", *text),
-                ("skip", str | bool | None, None),
-                ("verdict", Any, UNSET),
-            ],
-            rename=msgspec.structs.asdict(fields),
-        )
-        written = msgspec.defstruct("Written", [("verdict", Entry)], rename={"verdict": fields.verdict})
-        self._row_decoder = msgspec.json.Decoder(row)
-        self._written_decoder = msgspec.json.Decoder(written)
+        self._fields = fields
         # Without the endpoint: a run may continue at another address that serves the same model.
         judge = (
             config.endpoints[0].model or config.model,
@@ -170,26 +152,25 @@ class RowFormat:
         """The request in a line. Raises `MalformedRowError` if there is none."""
         if line.is_too_long:
             raise MalformedRowError(f"the line is longer than {_MAX_LINE_BYTES >> 20} MiB")
+        names = self._fields
         try:
-            if not line.text.isascii():
-                line.text.decode()
-            row = _decode(self._row_decoder, line.text)
+            row = _load(line.text)
         except UnicodeDecodeError as error:
             raise MalformedRowError(f"not UTF-8: byte {error.start + 1} is 0x{line.text[error.start]:02x}") from None
-        except msgspec.ValidationError as error:
-            # msgspec's message without its path syntax: "Expected `str | null`, got `int` - at `$.response`".
-            text = str(error).replace("`$.", "`").replace("`", "'").replace("str", "text")
-            raise MalformedRowError(text) from None
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise MalformedRowError(f"not JSON: {str(error).removeprefix('JSON is malformed: ')}") from None
-        if row.verdict is not UNSET:
-            name = self._verdict
+        if names.verdict in row:
+            name = names.verdict
             raise MalformedRowError(f"the row has a field {name!r} already; choose another name with --verdict-field")
-        if row.skip:
-            return JudgeRequest(row.response or "", skip=row.skip if isinstance(row.skip, str) else "skip")
-        if row.response is None:
-            raise MalformedRowError(f"it has no text in {self._response!r}")
-        return JudgeRequest(row.response, row.prompt or "", row.reference or "")
+        response, prompt, reference, skip = map(row.get, (names.response, names.prompt, names.reference, names.skip))
+        for name in (names.response, names.prompt, names.reference, names.skip):
+            if not isinstance(row.get(name), str | None) and not (name == names.skip and isinstance(skip, bool)):
+                raise MalformedRowError(f"{name!r} holds no text")
+        if skip:
+            return JudgeRequest(response or "", skip=skip if isinstance(skip, str) else "skip")
+        if response is None:
+            raise MalformedRowError(f"it has no text in {names.response!r}")
+        return JudgeRequest(response, prompt or "", reference or "")
 
     def key(self, request: JudgeRequest) -> str:
         """Identifies the judge (model, rubric, sampling) and the content. Equal for equal content."""
@@ -205,31 +186,30 @@ class RowFormat:
     def write(self, line: Line, entry: Entry) -> bytes:
         """The row with its verdict, newline included. A malformed row has nothing else: it cannot be passed through."""
         before = b"{" if entry.reason == MALFORMED else line.text.rstrip()[:-1] + b","
-        return b"%b%b:%b}\n" % (before, msgspec.json.encode(self._verdict), msgspec.json.encode(entry))
+        return b"%b%b:%b}\n" % (before, msgspec.json.encode(self._fields.verdict), msgspec.json.encode(entry))
 
     def read_written(self, text: bytes) -> Entry:
         """The verdict in a row of an output file. Raises `ValueError` if it is not one."""
-        try:
-            entry: Entry = _decode(self._written_decoder, text).verdict
-        except RecursionError as error:
-            raise ValueError(str(error)) from None
-        return entry
+        return msgspec.convert(_load(text).get(self._fields.verdict), Entry)
 
 
-def _decode(decoder: msgspec.json.Decoder[Any], text: bytes) -> Any:
+def _load(text: bytes) -> dict[str, Any]:
+    """The fields of a row. Raises `ValueError` if there are none."""
+    if not text.isascii():
+        text.decode()
     try:
-        return decoder.decode(text)
-    except msgspec.ValidationError:
-        raise
-    except msgspec.DecodeError:
-        # msgspec refuses lone surrogates, which models emit and Python's json writes.
-        if b"\\ud" not in text and b"\\uD" not in text:
-            raise
-    plain = json.loads(text)
-    if isinstance(plain, dict):  # msgspec refuses lone surrogates in unknown keys too
-        known = [field.encode_name for field in msgspec.structs.fields(decoder.type)]
-        plain = {name: plain[name] for name in known if name in plain}
-    return msgspec.convert(plain, decoder.type)
+        try:
+            row = msgspec.json.decode(text)
+        except msgspec.DecodeError:
+            # msgspec refuses lone surrogates, which models emit and Python's json writes.
+            if b"\\ud" not in text.lower():
+                raise
+            row = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
+    if not isinstance(row, dict):
+        raise ValueError("it is not an object")
+    return row
 
 
 # -- totals -----------------------------------------------------------------------------------------------------------
@@ -378,21 +358,18 @@ def is_stream(path: str) -> bool:
 
 
 def _open_locked(path: Path) -> int:
-    for _ in range(_LOCK_TRIES):
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise ConfigError("output", str(path), f"it cannot be opened: {error.strerror}") from None
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise ConfigError("output", str(path), f"it cannot be opened: {error.strerror}") from None
+    with contextlib.suppress(OSError):  # a file system without locks
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            is_ours = os.path.samestat(os.fstat(fd), path.stat())
+        except (BlockingIOError, FileNotFoundError):
+            is_ours = False  # locked, or replaced or deleted since it was opened
+        if not is_ours:
             os.close(fd)
             remedy = "another run is writing to it; wait for it, or give another output file"
-            raise ConfigError("output", str(path), remedy) from None
-        except OSError:
-            return fd  # a file system without locks
-        with contextlib.suppress(OSError):
-            if os.path.samestat(os.fstat(fd), path.stat()):
-                return fd
-        os.close(fd)  # replaced meanwhile: the lock is on a file that nobody finds any more
-    raise ConfigError("output", str(path), "it is being replaced again and again; give another output file")
+            raise ConfigError("output", str(path), remedy)
+    return fd

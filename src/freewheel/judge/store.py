@@ -159,14 +159,10 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     schema_version: int
     entries: int
-    expired: int
-    """Of `entries`: those older than `ttl_s`, which are misses."""
     payload_bytes: int
     """Keys and texts."""
     file_bytes: int
     """The file and its log, on disk."""
-    max_bytes: int
-    ttl_s: float | None
     oldest_at: float | None
     newest_at: float | None
     """Unix times at which the oldest and the newest reply were stored."""
@@ -323,14 +319,6 @@ def _write(
             )
         db.executemany("UPDATE replies SET used_at = ? WHERE key = ?", [(now, key) for key in touched])
         db.executemany("REPLACE INTO notes VALUES (?, ?)", [(_encode(name), value) for name, value in notes])
-
-
-def _read(db: sqlite3.Connection, keys: Sequence[bytes]) -> Iterator[_Entry | None]:
-    """The entries of those keys; None for an entry whose content is damaged."""
-    for start in range(0, len(keys), _QUERY_KEYS):
-        chunk = keys[start : start + _QUERY_KEYS]
-        # fetchall, because a cursor that is read halfway keeps its snapshot.
-        yield from map(_decode, db.execute(f"{_SELECT} WHERE key IN ({','.join('?' * len(chunk))})", chunk).fetchall())
 
 
 def _decode(row: tuple[Any, ...]) -> _Entry | None:
@@ -492,19 +480,15 @@ class Store:
     # -- for the command line ---------------------------------------------------------------------------------------
 
     def stats(self) -> StoreStats:
-        summary = (
-            "SELECT count(*), coalesce(sum(size), 0), min(created_at), max(created_at),"
-            " coalesce(sum(created_at < ?), 0) FROM replies INDEXED BY replies_used"
-        )
-        entries, payload_bytes, oldest_at, newest_at, expired = self._run(
-            lambda db: db.execute(summary, (self._cutoff(),)).fetchone()
+        summary = "SELECT count(*), coalesce(sum(size), 0), min(created_at), max(created_at) FROM replies"
+        entries, payload_bytes, oldest_at, newest_at = self._run(
+            lambda db: db.execute(f"{summary} INDEXED BY replies_used").fetchone()
         )
         files = (self.path, self.path.with_name(self.path.name + "-wal"))
         file_bytes = sum(file.stat().st_size for file in files if file.exists())
         return StoreStats(
-            path=str(self.path), schema_version=_SCHEMA_VERSION, entries=entries, expired=expired,
-            payload_bytes=payload_bytes, file_bytes=file_bytes, max_bytes=self.max_bytes, ttl_s=self.ttl_s,
-            oldest_at=oldest_at, newest_at=newest_at, set_aside=self._commands.list_asides(),
+            path=str(self.path), schema_version=_SCHEMA_VERSION, entries=entries, payload_bytes=payload_bytes,
+            file_bytes=file_bytes, oldest_at=oldest_at, newest_at=newest_at, set_aside=self._commands.list_asides(),
         )  # fmt: skip
 
     def clear(self, *, older_than_s: float | None = None) -> int:
@@ -560,15 +544,18 @@ class Store:
         """Add the replies to `found`. Returns the keys whose time of last use should be written."""
         cutoff, stale = self._cutoff(), self._wall_clock() - _TOUCH_EVERY_S
         used: list[bytes] = []
-        for entry in _read(db, keys):
-            if entry is None:
-                self._warn_once("it holds damaged replies; they are requested again")
-                continue
-            key, reply, created_at, used_at = entry
-            if created_at >= cutoff:
-                found[key] = reply
-                if used_at < stale:
-                    used.append(key)
+        for chunk in (keys[start : start + _QUERY_KEYS] for start in range(0, len(keys), _QUERY_KEYS)):
+            query = f"{_SELECT} WHERE key IN ({','.join('?' * len(chunk))})"
+            # fetchall, because a cursor that is read halfway keeps its snapshot.
+            for entry in map(_decode, db.execute(query, chunk).fetchall()):
+                if entry is None:
+                    self._warn_once("it holds damaged replies; they are requested again")
+                    continue
+                key, reply, created_at, used_at = entry
+                if created_at >= cutoff:
+                    found[key] = reply
+                    if used_at < stale:
+                        used.append(key)
         return used
 
     def _cutoff(self) -> float:

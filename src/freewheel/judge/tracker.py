@@ -253,18 +253,15 @@ class RequestTracker:
         self.wake()
         return query
 
-    def close(self, why: str) -> None:
-        """Refuse further batches and end the open ones as cancelled."""
+    def end(self, why: JudgeClosed | EngineDied) -> None:
+        """Refuse further batches with that error. Open ones end as cancelled, or as failed if the engine died."""
+        is_dead = isinstance(why, EngineDied)
         with self._lock:
-            self._refusal = self._refusal or JudgeClosed(why)
-        self._end_all(Reason.CANCELLED, why)
-
-    def break_down(self, why: str) -> None:
-        """The engine will not come back: refuse further batches and end the open ones as failed."""
-        with self._lock:
-            self._refusal = self._refusal or EngineDied(why)
-            self._answer_query()
-        self._end_all(Reason.ENGINE, why)
+            self._refusal = self._refusal or why
+            if is_dead:
+                self._answer_query()
+        for handle in self.open_handles():
+            self._end(handle, Reason.ENGINE if is_dead else Reason.CANCELLED, str(why))
 
     def open_handles(self) -> list[Handle]:
         with self._lock:
@@ -365,10 +362,6 @@ class RequestTracker:
         if self._query is not None:
             self._query.set_result(self.last_stats)
             self._query = None
-
-    def _end_all(self, reason: Reason, detail: str) -> None:
-        for handle in self.open_handles():
-            self._end(handle, reason, detail)
 
     def _end(self, handle: Handle, reason: Reason, detail: str) -> None:
         with self._lock:

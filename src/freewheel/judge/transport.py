@@ -31,7 +31,7 @@ import msgspec
 from freewheel.judge.config import JudgeConfig, Secret
 from freewheel.judge.request import JudgeRequest
 from freewheel.judge.stats import JudgeStats
-from freewheel.judge.verdict import Verdict
+from freewheel.judge.verdict import EngineDied, Verdict
 from freewheel.utils.waiting import wait_for_event, wait_in_slices
 
 if TYPE_CHECKING:
@@ -342,7 +342,7 @@ class Link:
 
     def _give_up(self, why: str) -> None:
         self._ending = True
-        self._tracker.break_down(why)
+        self._tracker.end(EngineDied(why))
 
     def _break_down(self, error: Exception) -> None:
         log.exception("the judge's link broke")

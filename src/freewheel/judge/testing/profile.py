@@ -363,16 +363,11 @@ class Refusal(msgspec.Struct, frozen=True):
     headers: Headers = {}
 
 
-def draws(seed: int, content: Content, attempt: int) -> tuple[float, float]:
-    """Two independent numbers in [0, 1), determined by seed, content and attempt on every machine."""
-    bits = blake2b(content.digest + f"{seed}:{attempt}".encode(), digest_size=16).digest()
-    first, second = (int.from_bytes(half, "big") >> 11 for half in (bits[:8], bits[8:]))
-    return first / _TWO_TO_53, second / _TWO_TO_53
-
-
 def plan_for(profile: JudgeProfile, content: Content, attempt: int, faults_so_far: int = 0) -> Plan:
     """Plan the attempt-th admitted request (from 0) for this content."""
-    luck, pace = draws(profile.seed, content, attempt)
+    # Two independent numbers in [0, 1), the same on every machine.
+    bits = blake2b(content.digest + f"{profile.seed}:{attempt}".encode(), digest_size=16).digest()
+    luck, pace = ((int.from_bytes(half, "big") >> 11) / _TWO_TO_53 for half in (bits[:8], bits[8:]))
     fault = None
     if profile.faults_per_content is None or faults_so_far < profile.faults_per_content:
         edges = accumulate(getattr(profile, share) for share in SHARES)
