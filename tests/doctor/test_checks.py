@@ -121,7 +121,10 @@ def test_incomplete_packages_are_named(have, trains, expected, text):
 
 def test_freewheel_run_from_its_source_does_not_know_its_packages():
     (found,) = software.packages(have={"torch": "2.13"}.get)
-    assert (found.state, found.remedy) == ("warning", "pip install -e '.[train]'") and "not installed" in found.detail
+    assert (found.state, found.remedy) == (
+        "warning",
+        "pip install -e '.[train]'",
+    ) and "without installation" in found.detail
 
 
 def test_python_packages_and_torch_of_this_environment_are_fine():

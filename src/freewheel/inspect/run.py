@@ -175,9 +175,7 @@ def open_journal(run: Run) -> Iterator[Journal | None]:
     except JournalDamaged:
         raise
     except (JournalError, sqlite3.Error, OSError) as error:
-        raise ConfigError(
-            "RUN", str(run.folder), f"{JOURNAL} cannot be opened ({error}): check its permissions"
-        ) from error
+        raise ConfigError("RUN", str(run.folder), f"{JOURNAL} cannot be opened ({error}): may it be read?") from error
     try:
         yield journal
     except JournalBusy as error:  # another process started to write it

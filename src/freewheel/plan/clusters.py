@@ -129,14 +129,10 @@ def read(run_dir: Path, *, n: int, groups_per_step: int, window: tuple[int, int]
     elapsed_s = within[ELAPSED][-1] - steps[ELAPSED].tolist()[every.index(first)]
     step_s = elapsed_s / (within["step"][-1] - first)
     if not (step_s > 0 and sum(within[TRAIN]) > 0 and min(within[LENGTH]) > 0):
-        raise ConfigError(
-            "RUN", str(run_dir), "its steps took no time, or its responses are empty: its metrics are damaged"
-        )
+        raise ConfigError("RUN", str(run_dir), "its steps took no time or its responses are empty: it is damaged")
     busy_s, tokens = _growth(counted["engine_busy_s"], counted["generated_tokens"])
     if busy_s <= 0 or tokens <= 0:
-        raise ConfigError(
-            "RUN", str(run_dir), "its engines have not reported how long they were busy: let it run longer"
-        )
+        raise ConfigError("RUN", str(run_dir), "its engines have not reported their busy time: let it run longer")
     made, judge = known[-1].rollouter, known[-1].rollouter.rewards.judge
     phases = [phase for life in trace.phases.values() for phase in life]
     parts = {part for part, _ in trace.spans} | {phase.component for phase in phases}
