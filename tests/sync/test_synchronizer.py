@@ -310,14 +310,14 @@ async def test_an_engine_that_lags_is_fenced_gets_one_attempt_per_version_and_re
     scene: Build, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "freewheel.sync")
-    ill = FakeReplica(*[OSError("no route")] * 4)
-    one = scene(FakeReplica(), ill)
+    lagging = FakeReplica(*[OSError("no route")] * 4)
+    one = scene(FakeReplica(), lagging)
     await one.publish(1)
     for line in ("version 1 on 1 of 2 engines", "r1 is fenced off at version 0"):
         assert f"Parameter sync: {line}" in caplog.text
     assert (one.versions, one.fenced) == ([1, 0], ["r1"])
     await one.publish(2, 2, 3)
-    assert ill.calls == [1, 1, 1, 2, 2, 3]
+    assert lagging.calls == [1, 1, 1, 2, 2, 3]
     fenced = [("fenced", "r1"), ("published", 1), ("published", 2)]
     assert one.queue.events == [*fenced, ("back", "r1"), ("published", 2), ("published", 3)]
     assert one.fenced == [] and one.sync.sync_failures == 4

@@ -228,7 +228,7 @@ def test_a_file_that_rank_0_cannot_see_fails_the_checkpoint(
     group.backends[0].writes = "shard_1"
     assert group.leader.state().write(tmp_path) == "shard_1"
     group.backends[2].writes = "shard_3"
-    monkeypatch.setattr(Path, "touch", lambda path: None)  # rank 2 writes to a disk of its own
+    monkeypatch.setattr(Path, "touch", lambda path: None)  # rank 2 writes to another disk
     with pytest.raises(ShardsNotWritten, match=r"rank 2.*all machines of the training share"):
         group.leader.state().write(tmp_path)
     assert not group.failures

@@ -225,29 +225,29 @@ class Address:
     token: str
 
 
+@dataclass(eq=False)
 class SentWeights(AnyWeights):
     """Weights of another process, sent on request. `DeviceWeights` are pickled as this."""
 
-    def __init__(self, entries: dict[str, Entry], checksum: int, key: int, server: Address) -> None:
-        self.entries = entries
-        self.checksum = checksum
-        self._key = key
-        self._server = server
+    entries: dict[str, Entry]
+    checksum: int
+    key: int
+    server: Address
 
     @contextlib.contextmanager
     def sending(self, receiver: str, workers: int) -> Iterator[dict[str, Any]]:
         """Yield where the workers of replica `receiver` meet the sender, which sends from now on. Ends when it has
         sent everything. Raises the sender's error, or `WeightsGone` if nobody answers."""
         request = {
-            "token": self._server.token,
+            "token": self.server.token,
             "receiver": receiver,
             "process": PROCESS,
             "size": 1 + workers,
-            "key": self._key,
+            "key": self.key,
             "new_group": _OUT_OF_STEP.is_set(),
         }
         try:
-            with socket.create_connection((self._server.host, self._server.port), timeout=GROUP_S) as connection:
+            with socket.create_connection((self.server.host, self.server.port), timeout=GROUP_S) as connection:
                 connection.settimeout(2 * GROUP_S)
                 _write_line(connection, request)
                 meeting = _read_answer(connection)

@@ -440,14 +440,10 @@ class ParameterSynchronizer:
         if member.fenced != fenced:
             member.fenced = fenced
             await self._queue.fence(name, fenced=fenced)
-            what = "is fenced off at" if fenced else "is back with"
-            log.log(
-                logging.ERROR if fenced else logging.INFO,
-                "Parameter sync: %s %s version %d",
-                name,
-                what,
-                member.version,
-            )
+            if fenced:
+                log.error("Parameter sync: %s is fenced off at version %d", name, member.version)
+            else:
+                log.info("Parameter sync: %s is back with version %d", name, member.version)
 
     async def join(self, name: str, replica: Replica) -> None:
         """Register a restarted replica. It gets the newest version before it gets work."""

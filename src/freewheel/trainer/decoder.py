@@ -121,7 +121,7 @@ class Computation:
             yield self.model
 
     def frozen_copy(self) -> Computation:
-        """Return a computation with a model of its own, whose parameters never change."""
+        """Return a computation with a separate model, whose parameters never change."""
         self._refresh()
         kept = copy.copy(self)
         kept.model = copy.deepcopy(self.model).requires_grad_(False)
