@@ -82,6 +82,7 @@ class Simulation:
         self._latencies = stream(scene.scores.latency_s, latencies)
         self._varies = stream(scene.training.varies, varies)
         self._judge = JudgeQueue(scene.scores)
+        self._answer_at = self._judge.answer_at if scene.scores.per_s is not None else None  # no call without limits
         self._events: list[Event] = []
         self._order = count()
         self._replicas = [
@@ -201,8 +202,12 @@ class Simulation:
             self._busy(-1)
         self._expect(replica)
         replica.lookahead.release(len(ended))
+        now, latencies, answer_at = self.now, self._latencies, self._answer_at
         for group in ended:
-            group.scored_at = max(group.scored_at, self._judge.answer_at(self.now, next(self._latencies)))
+            latency_s = next(latencies)
+            scored_at = answer_at(now, latency_s) if answer_at else now + latency_s
+            if scored_at > group.scored_at:
+                group.scored_at = scored_at
             group.unmade -= 1
             if not group.unmade:
                 replica.generating -= 1
