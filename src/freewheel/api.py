@@ -590,7 +590,7 @@ def _measure(config: TrainConfig) -> Evaluation:
         found: EvalResult = ThreadPoolExecutor(1).submit(evaluate_it).result() if _has_loop() else evaluate_it()
     finally:
         torch.set_num_threads(threads)
-        os.environ.pop("OMP_NUM_THREADS")
+        os.environ.pop("OMP_NUM_THREADS", None)
         if variable is not None:
             os.environ["OMP_NUM_THREADS"] = variable
     decode = decoder(load_tokenizer(config))

@@ -125,7 +125,7 @@ class DataProto:
     def _pick(self, rows: Array) -> Self:
         batch = None
         if self.batch is not None:
-            places = torch.from_numpy(rows.copy())  # a reversed view has no tensor
+            places = torch.from_numpy(rows.copy())  # torch cannot wrap a reversed view
             tensors = {key: tensor[places.to(tensor.device)] for key, tensor in tensors_of(self.batch).items()}
             batch = TensorDict(tensors, batch_size=[len(rows)], device=self.batch.device)
         return type(self)(batch, {key: column[rows] for key, column in self.non_tensor_batch.items()}, self.meta_info)

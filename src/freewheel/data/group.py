@@ -36,13 +36,14 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     ordinal: int
     """Number of the prompt in the stream."""
     sequence: int
-    """Number of the admission. Each one is new, also when a prompt is issued again. Training follows this order."""
+    """Number of the admission. Each admission has a new one, even if its prompt is issued again. Training follows this
+    order."""
     attempt: int = 0
     """Earlier attempts at this ordinal."""
 
 
 def tickets_to_bytes(tickets: list[Ticket]) -> bytes:
-    """Encode tickets for a message. Hundreds of pickled tickets took longer than the groups in the same message."""
+    """Encode tickets for a message. Pickling hundreds of tickets took longer than the groups in the same message."""
     return msgspec.msgpack.encode(tickets)
 
 
@@ -70,11 +71,12 @@ class Response:
     tokens: Array
     """int32."""
     logprobs: Array
-    """float32: what the engine sampled each token with; 0 where `mask` is 0."""
+    """float32: the log-probability with which the engine sampled each token; 0 where `mask` is 0."""
     versions: Array
     """int32: the weight version that made each token, `NO_VERSION` where `mask` is 0."""
     mask: Array
-    """uint8: 1 for a token that the policy made. Holes are another's tokens, seen and not trained on."""
+    """uint8: 1 for a token that the policy made. 0 is a hole: a token from another source, which the model sees but is
+    not trained on."""
     finish: Finish
     verdict: Verdict | None = None
     """None before scoring."""
@@ -216,7 +218,7 @@ class _Wire(msgspec.Struct, array_like=True):
     mask: bytes
     finish: tuple[Finish, ...]
     rewards: list[tuple[float, float, Literal["scored", "failed", "skipped"], str, dict[str, float]]]
-    """Of each response: shaped reward, raw reward, and its verdict's status, summary and parts."""
+    """For each response: shaped reward, raw reward, and its verdict's status, summary and parts."""
     row: dict[str, Any]
     created_s: float
 
@@ -258,7 +260,7 @@ class EncodedGroup(NamedTuple):
 class EncodedGroups(list[EncodedGroup]):
     """Groups in one message.
 
-    Between processes their bytes travel as one array, so a message costs one copy however many groups it has. The
+    Their bytes are sent between processes as one array, so a message costs one copy for any number of groups. The
     receiver's groups are views of that array: nothing is split or joined again until the next message.
     """
 
@@ -278,7 +280,7 @@ class EncodedGroups(list[EncodedGroup]):
 
 
 def _unpickle_groups(tickets: bytes, min_versions: list[int], ends: list[int], data: Array) -> EncodedGroups:
-    # A copy, because the array may lie in Ray's shared memory, which the sender's death or a full store takes away.
+    # Copy the array: it may be in Ray's shared memory, which is freed if the sender dies or the store is full.
     view = memoryview(data.tobytes())
     bounds = pairwise([0, *ends])
     return EncodedGroups(

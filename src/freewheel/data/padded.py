@@ -99,13 +99,14 @@ def prompt_to_data_proto(prompt: Prompt, n: int, ordinal: int) -> DataProto:
 def from_data_proto(
     data: DataProto, ticket: Ticket, prompt: Prompt, version: int, *, stop_token_ids: Collection[int] = ()
 ) -> list[Response]:
-    """Return one `Response` per row of what a generation hook returned for one prompt.
+    """Return one `Response` per row of a generation hook's result for one prompt.
 
-    Needs `responses`, `rollout_log_probs`, and `response_mask` or `attention_mask`. `versions` says which weights made
-    each token; without it all are `version`. A column `finish` says how each response ended. Without it a response
-    ended by itself if its last token is one of `stop_token_ids`, or, without any, if it does not fill its row.
+    Needs `responses`, `rollout_log_probs`, and `response_mask` or `attention_mask`. `versions` has the weight version
+    that made each token; without it, all tokens get `version`. A column `finish` says how each response ended. Without
+    that column, a response counts as ended if its last token is one of `stop_token_ids`. If there are no such tokens
+    either, it counts as ended if it does not fill its row.
     """
-    where = f"ordinal {ticket.ordinal}: what the generation hook returned"
+    where = f"ordinal {ticket.ordinal}: the result of the generation hook"
     found = {} if data.batch is None else tensors_of(data.batch)
     tensors: dict[str, Array] = {key: value.detach().cpu().numpy() for key, value in found.items()}
     for key in ("responses", "rollout_log_probs"):
@@ -164,7 +165,7 @@ def _response(columns: Mapping[str, Array], version: int, finish: Finish, where:
 
 
 def _check_prompts(rows: Array, prompt: Prompt, where: str) -> None:
-    """A hook that generates from another prompt than it returns would train the policy on something it never saw."""
+    """Raise if the hook changed the prompts: the policy would be trained on a prompt that it never saw."""
     size = len(prompt.tokens)
     if rows.shape[1] < size or (rows[:, rows.shape[1] - size :] != prompt.tokens).any():
         raise DataError(

@@ -1,4 +1,4 @@
-"""From a row of data to a `Prompt`, and from an ordinal of the run to its prompt.
+"""Renders a row of data as a `Prompt`, and finds the prompt of an ordinal of the run.
 
     row {"prompt": text | messages, …} ─▶ chat template ─▶ token ids ─▶ Prompt(tokens, the row without its prompt)
     ordinal ─▶ (epoch, place in the epoch) ─▶ permutation of the epoch ─▶ row ─▶ Prompt
@@ -239,8 +239,8 @@ def _permutation(size: int, seed: int, epoch: int) -> Array:
 
 
 def _mix(values: Array) -> Array:
-    """splitmix64 (Steele, Lea, Flood 2014): a bijection on 64 bits in which every input bit changes half of the output
-    bits. Overflow is intended."""
+    """Return splitmix64 (Steele, Lea, Flood 2014) of each value: a bijection on 64 bits. Each input bit changes half of
+    the output bits. Overflow is intended."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

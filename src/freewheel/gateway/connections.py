@@ -3,10 +3,10 @@
     accept ──▶ connection_made ──▶ room? ──▶ serving ──▶ idle ──▶ … ──▶ connection_lost
                                     └ no: the longest idle one is closed, else 503
 
-`Connections` is aiohttp's low-level server with a record of its connections; `none_busy` and `none_open` are what a
-drain waits for. An `EventStream` begins with the first chunk from upstream, because a failure before it has a status.
-The engine calls `write` with each chunk and continues to read upstream when that returns: a slow client slows its own
-stream only. `Counts` is what `/metrics` reports of the gateway itself.
+`Connections` is aiohttp's low-level server with a record of its connections. A drain waits for its events `none_busy`
+and `none_open`. An `EventStream` sends its status with the first chunk from upstream, so that an earlier failure can
+still get an error status. The engine calls `write` with each chunk and reads on when that returns, so a slow client
+slows only its own stream. `Counts` holds the gateway's own counters for `/metrics`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Counts:
 class _Connection:
     transport: asyncio.Transport
     silence: asyncio.TimerHandle
-    """Closes it if no request comes."""
+    """Closes the connection if no request arrives."""
     idle_since: float
     busy: int = 0
 
@@ -145,14 +145,15 @@ class Connections(web.Server):
         idle = [h for h, c in self._open.items() if not c.busy and now - c.idle_since >= EVICT_IDLE_S]
         if not idle:
             return False
-        # Forget it now: its loss is reported later, and another connection may arrive before that.
+        # Remove it from the record now: its loss is reported later, and another connection may arrive before that.
         longest = self._open.pop(min(idle, key=lambda handler: self._open[handler].idle_since))
         longest.silence.cancel()
         longest.transport.abort()
         return True
 
     def _close_silent(self, transport: asyncio.Transport) -> None:
-        """Close a connection that never sent a complete request head: aiohttp gives it its keep-alive time."""
+        """Close a connection that never sent a complete request head. aiohttp would wait for the whole keep-alive
+        time."""
         self._counts.rejected["header_timeout"] += 1
         transport.abort()
 
@@ -223,4 +224,4 @@ class EventStream:
             await self.write(b"data: " + problem.body() + b"\n\n")
         elif self._request.transport is not None:
             self._request.transport.abort()
-        return Ended()  # without the last chunk, so that nobody takes this for the end
+        return Ended()  # without the final chunk, so that no client takes this for a complete reply

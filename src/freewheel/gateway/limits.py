@@ -1,11 +1,11 @@
-"""Decides which requests the gateway accepts, and what the others get. No I/O.
+"""Decides which requests the gateway accepts, and which error the others get. No I/O.
 
     Content-Length ─▶ Load.hold_bytes      body parsed ─▶ Load.hold_requests      answered ─▶ both released
     bad input, no token, too much at once, a failed verdict ─▶ Problem ─▶ status, headers, the OpenAI API's JSON
 
 The token arrives as `Authorization: Bearer TOKEN` (the OpenAI clients' `api_key`) or as the password of `Authorization:
-Basic`, as in `http://any:TOKEN@HOST:PORT/slime`. Without a token only this machine is served, and no web page open on
-it. Client headers are never sent upstream.
+Basic`, as in `http://any:TOKEN@HOST:PORT/slime`. Without a token, the gateway serves only programs on this machine, and
+no web page that is open there. Client headers are never sent upstream.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from freewheel.utils.http import is_loopback
 # -- problems ---------------------------------------------------------------------------------------------------------
 
 RETRY_AFTER_S: Final = 5
-"""Long enough for a queue or an outage to change, short enough that an obedient worker loses little."""
+"""The `Retry-After` of temporary problems: long enough for a queue or an outage to change, short enough that a worker
+that obeys it loses little time."""
 
 STATUSES: Final[Mapping[str, HTTPStatus]] = {
     Reason.UNPARSEABLE: HTTPStatus.BAD_GATEWAY,
@@ -59,7 +60,7 @@ _TYPES: Final[Mapping[int, str]] = {
 
 
 class Problem(Exception):
-    """A request that gets an error, as its client sees it.
+    """The error that a client gets for its request.
 
     The engine has already retried. A permanent problem carries `x-should-retry: false`, which the openai SDK respects;
     a temporary one carries `Retry-After`.
@@ -135,7 +136,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_waiting: Count = 32_768
     """Most open judgements of all clients together. Beyond this: 429."""
     max_waiting_bytes: Count = 512 << 20
-    """Most bytes of their bodies, which bounds the gateway's memory."""
+    """Most bytes of the bodies of open judgements. This bounds the gateway's memory."""
     header_timeout_s: Positive = 10.0
     """A new connection that has not sent its first headers by then is closed."""
     body_timeout_s: Positive = 60.0
@@ -152,12 +153,12 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         check_fields(self)
         if self.max_waiting_bytes < self.max_body_bytes:
             raise ConfigError(
-                "max_waiting_bytes", self.max_waiting_bytes, f"not one body of max_body_bytes = {self.max_body_bytes}"
+                "max_waiting_bytes", self.max_waiting_bytes, f"give at least max_body_bytes = {self.max_body_bytes}"
             )
 
 
 class Load:
-    """What is open now, compared with the limits."""
+    """Counts the open judgements and their bytes, and refuses more than the limits allow."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -168,7 +169,7 @@ class Load:
     def hold_bytes(self, length: int | None) -> Iterator[Callable[[int], None]]:
         """Reserve room for a body while it is read and judged. None: its length is unknown, so it may be the largest.
 
-        Yields a function that takes its true length, once that is known.
+        Yields a function; call it with the true length once that is known.
         """
         most = self._limits.max_body_bytes
         if length is not None and length > most:
@@ -230,7 +231,8 @@ class Doorkeeper:
         self._digest = sha256(token.reveal().encode()).digest() if token is not None else None
 
     def check(self, headers: Mapping[str, str]) -> None:
-        # A page in this machine's browser may post to loopback unasked; programs send no Origin.
+        # A web page in this machine's browser could post to loopback without the user's knowledge. Programs send no
+        # Origin.
         if self._digest is None and "Origin" in headers:
             message = "a web page may not use a gateway without a token"
             raise Problem(HTTPStatus.FORBIDDEN, "origin_refused", message)

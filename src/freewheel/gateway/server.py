@@ -5,7 +5,7 @@
     POST /openrlhf, /slime    ─┘   Doorkeeper  Load   shapes  InlineJudge └─▶ rewards, or an error
     GET  /v1/models, /healthz, /metrics
 
-A request waits for the engine's verdicts, a deadline, the client's disconnect, or the end of the shutdown.
+A request ends with the engine's verdicts, at a deadline, when its client disconnects, or at the end of a shutdown.
 
 `serve` runs a gateway as a program:
 
@@ -46,9 +46,10 @@ log = logging.getLogger("freewheel.gateway")
 _BACKLOG = 4096
 """Connections that may wait to be accepted, for workers that start together."""
 _CLOSE_GRACE_S = 5.0
-"""Time for finished replies to be sent at the end."""
+"""How long a shutdown waits for finished replies to be sent."""
 _OPENRLHF_DEADLINE_S = 170.0
-"""OpenRLHF gives up after 180 s. An earlier answer gives the reason, and it asks only for the missing ones."""
+"""OpenRLHF gives up after 180 s. An earlier answer gives it the reason, and its retry costs only the missing
+verdicts."""
 _SLIME_DEADLINE_S = 110.0
 """slime gives up after 120 s."""
 
@@ -94,11 +95,12 @@ class Gateway:
         return bound
 
     async def stop(self, drain_s: float = 0.0, at_once: asyncio.Event | None = None) -> None:
-        """Shut down in order. New requests get a 503 from now on; open ones have `drain_s`, or until `at_once`."""
+        """Shut down in order. New requests get a 503 from now on. Open ones may continue for `drain_s`, or until
+        `at_once` is set."""
         self._draining = True
         until_idle = wait_for_event(self._connections.none_busy, drain_s)
         await unless_stopped(until_idle, at_once or asyncio.Event())
-        await self.judge.close()  # what is still open ends as cancelled, which its client sees as a 503
+        await self.judge.close()  # open requests end as cancelled, and their clients get a 503
         await wait_for_event(self._connections.none_busy, _CLOSE_GRACE_S)
         self._server.close()
         self._connections.abort_all()
@@ -109,7 +111,7 @@ class Gateway:
     # -- one request --------------------------------------------------------------------------------------------------
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Entry point of aiohttp."""
+        """Answer one request. aiohttp calls this."""
         route = request.path if request.path in ROUTES else "other"
         status: int = GONE
         with self._connections.serving(request.protocol):
@@ -138,7 +140,7 @@ class Gateway:
         except TimeoutError:
             if request.transport is not None:
                 request.transport.abort()
-            raise ConnectionResetError("the client does not take its reply") from None
+            raise ConnectionResetError("the client does not read its reply") from None
 
     def _report(self, problem: Problem) -> web.Response:
         if problem.code in _LIMIT_CODES:
@@ -225,7 +227,7 @@ class Gateway:
     async def _chat_stream(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
         stream = EventStream(request, self.limits.write_timeout_s, {hdrs.SERVER: _SERVER_NAME})
         try:
-            # No deadline unless the client sets one: a started stream may take as long as it likes.
+            # No deadline unless the client sets one: a stream that has started has no time limit.
             [verdict] = await self._ask(request, [ChatRequest(body, sink=stream.write)], None)
             if isinstance(verdict, Failed):
                 raise problem_of(verdict)

@@ -5,8 +5,9 @@
     /openrlhf              {"query", "prompts", …}      ─▶ JudgeRequests ─▶ {"rewards": [...]}, or an error
     /slime                 {"prompt", "response", …}    ─▶ JudgeRequest  ─▶ a number, or an error
 
-OpenRLHF and slime make a tensor of the reply: null ends their run, NaN corrupts it. Both retry after an error status,
-so a failed verdict becomes one; scored ones are in the cache by then.
+OpenRLHF and slime convert the reply to a tensor: a null would end their run, and a NaN would corrupt it. Both retry
+after an error status, so a failed verdict is answered with one. At the retry, the verdicts that were scored come from
+the cache.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def read_json(body: bytes) -> tuple[Any, bytes]:
 
 
 def read_chat(body: bytes, model: str) -> tuple[bytes, bool]:
-    """Check what the gateway must know; the upstream checks the rest. Returns the body, and whether it streams."""
+    """Check the fields that the gateway uses; the upstream checks the rest. Returns the body, and whether it
+    streams."""
     fields, body = read_json(body)
     if not isinstance(fields, dict):
         raise bad_field("body", fields, "send a JSON object with model and messages")
@@ -58,7 +60,7 @@ def read_chat(body: bytes, model: str) -> tuple[bytes, bool]:
     if not isinstance(given, str):
         raise bad_field("model", given, f"name the model: {model!r}")
     if given != model:
-        # Passed on, the upstream's 404 would stop its endpoint for everybody.
+        # If the request were passed on, the upstream's 404 would stop that endpoint for all clients.
         message = f"model = {given!r}: this gateway serves {model!r}"
         raise Problem(HTTPStatus.NOT_FOUND, "model_not_found", message, param="model")
     messages = fields.get("messages")
@@ -79,7 +81,7 @@ def read_score(body: bytes) -> list[JudgeRequest]:
     if isinstance(given, dict) and "requests" in given:
         unknown = sorted(set(given) - {"requests"})
         if unknown:
-            raise bad_field(unknown[0], given[unknown[0]], "unknown field; beside requests there is none")
+            raise bad_field(unknown[0], given[unknown[0]], "unknown field; the only one is requests")
         given = given["requests"]
     elif isinstance(given, dict | str):
         given = [given]
@@ -161,7 +163,7 @@ def _values(verdicts: Sequence[Verdict]) -> list[float]:
 
 
 def _after(query: str, prompt: str) -> str:
-    """Return the part after the prompt. A tokenizer may put a mark before the prompt, so it is searched."""
+    """Return the text after the prompt. The prompt may not be at the start: a tokenizer may put a mark before it."""
     at = query.find(prompt)
     response = query[at + len(prompt) :] if at >= 0 else query
     while (mark := next((mark for mark in _END_MARKS if response.rstrip().endswith(mark)), None)) is not None:
@@ -170,7 +172,7 @@ def _after(query: str, prompt: str) -> str:
 
 
 def _beside(fields: dict[str, Any], name: str, count: int) -> list[str]:
-    """Return a list that belongs to the queries, or empty texts if there is none."""
+    """Return the texts of a field that has one entry per query; empty texts if the field is missing."""
     given = fields.get(name)
     if given is None:
         return [""] * count
@@ -201,7 +203,7 @@ def _messages(field: str, messages: list[Any]) -> str:
 
 def _object(value: Any, field: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise bad_field(field, value, "it must stand in a JSON object")
+        raise bad_field(field, value, "it must be in a JSON object")
     return value
 
 

@@ -63,7 +63,7 @@ class MemoryCache:
 
 
 class ReplyCache:
-    """The engine's cache of replies, and of what limiters learned. With `cache` off it is in memory only, and the
+    """The engine's cache of replies and of the limiters' learned values. With `cache` off it is in memory only, and the
     engine's keys contain the batch."""
 
     def __init__(self, config: JudgeConfig) -> None:
@@ -91,7 +91,7 @@ class ReplyCache:
         return self._memory.get(key)
 
     def on_disk(self, keys: Sequence[bytes]) -> dict[bytes, CachedReply]:
-        """Read the file on the calling thread: in a batch a miss costs about a microsecond per key."""
+        """Read the file on the calling thread: in a batch, a miss costs only about a microsecond per key."""
         if self._store is None or not keys:
             return {}
         found = self._store.get_many(keys)

@@ -44,13 +44,15 @@ log = logging.getLogger("freewheel.judge")
 _KEEPIDLE_S = 30
 """Idle connections are probed this often. Load balancers silently forget them after a few minutes."""
 _KEEPALIVE_S = 300.0
-"""A TLS handshake costs 1.1 ms of CPU on either side, so connections outlast the pause between two training steps."""
+"""How long an idle connection is kept. A TLS handshake costs 1.1 ms of CPU on each side, so this is longer than the
+pause between two training steps."""
 _CONNECT_TIMEOUT_S = 10.0
-"""A host that accepts no connection by then is down. Waiting longer only delays the retry elsewhere."""
+"""A host that accepts no connection within this time is down. Waiting longer only delays the retry at another
+endpoint."""
 _WHOLE_BODY_BYTES = 1 << 20
 """A larger body is written in pieces. In one piece it would block the loop, and aiohttp warns about it."""
 MAX_REPLY_BYTES = 16 << 20
-"""No verdict is longer. A server that streams without end must not fill our memory."""
+"""Largest reply that is read. No verdict is longer, and a server that never stops sending must not fill the memory."""
 _MODELS_PATH = "/models"
 """Where an endpoint lists its models, next to chat completions."""
 _USER_AGENT = "freewheel-judge"
@@ -61,11 +63,11 @@ Read = Callable[[bytes], Reply | Failure]
 """Reads a body that came with status 200."""
 
 _opened: ContextVar[list[bool]] = ContextVar("_opened")
-"""Whether the call at hand opened a connection, in a list of one that the connector can write to."""
+"""Whether the current call opened a connection. It is a list with one element, so that the connector can change it."""
 
 
 def _open_socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """Open a socket for the connector, note that in `_opened`, and have the system probe it while it is idle."""
+    """Open a socket for the connector and note that in `_opened`. The system probes the socket while it is idle."""
     family, kind, protocol, _, _ = address
     opened = socket.socket(family, kind, protocol)
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -132,7 +134,8 @@ class ChatClient:
         return await self._exchange(body, read_reply)
 
     async def stream(self, body: bytes, pass_on: Callable[[bytes], Awaitable[None]]) -> Reply | Failure:
-        """Make one exchange and pass the reply on while it comes. Any exception of `pass_on` ends it."""
+        """Make one exchange and pass each chunk of the reply on as it arrives. An exception from `pass_on` ends the
+        exchange."""
 
         async def read_stream(response: aiohttp.ClientResponse) -> Reply | Failure:
             tail = b""
@@ -176,7 +179,7 @@ class ChatClient:
                 response.close()  # a connection with an unread body must not return to the pool
 
     async def models(self) -> list[str]:
-        """Return the models that the endpoint lists, if it does. The caller sets the time limit."""
+        """Return the names of the models that the endpoint lists, or an empty list. The caller sets the time limit."""
         url = self._url.with_path(self._url.path.removesuffix(COMPLETIONS_PATH) + _MODELS_PATH)
         try:
             async with self._session.get(url, proxy=self._proxy, allow_redirects=False) as response:
@@ -199,10 +202,10 @@ class ChatClient:
 
     def _broken(self, error: Exception, kind: Kind = Kind.BROKEN) -> Failure:
         if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
-            kind = Kind.THROTTLED  # this process may open no more connections: the limit steps back
+            kind = Kind.THROTTLED  # this process cannot open more connections, so lower the limit as after a 429
             if not self._warned_of_files:
                 self._warned_of_files = True
-                log.warning("too many open files: fewer requests are in flight than could be; raise `ulimit -n`")
+                log.warning("too many open files: this limits the requests in flight; raise `ulimit -n`")
         return Failure(kind, shorten(self._redact(f"{self._url}: {type(error).__name__}: {error}")))
 
     def _redact(self, text: str) -> str:
@@ -226,7 +229,7 @@ async def _content(response: aiohttp.ClientResponse) -> bytes:
 def proxy_for(url: str) -> str | None:
     """Return the proxy that the environment names for `url` (HTTPS_PROXY, NO_PROXY, …).
 
-    A loopback address gets none, because no proxy could reach it for us.
+    Returns None for a loopback address, because a proxy cannot reach it.
     """
     parts = urlsplit(url)
     proxies = getproxies_environment()

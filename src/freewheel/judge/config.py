@@ -26,9 +26,9 @@ KEYLESS = "EMPTY"
 class Secret:
     """An API key and the name of its source. `reveal()` is the only way to the text.
 
-    It does not print and does not pickle: a pickle may be written to a disk, so it carries the source instead. If the
-    source is an environment variable, the other process reads it there. A key given as text must be given there again,
-    except `KEYLESS`, which is no secret.
+    The key is neither printed nor pickled. A pickle may be written to a disk, so it holds the name of the source
+    instead. If the source is an environment variable, the process that unpickles it reads that variable. A key given as
+    text must be given again in that process, except `KEYLESS`, which is no secret.
     """
 
     __slots__ = ("_text", "source")
@@ -56,7 +56,7 @@ class Secret:
         return text.replace(self._text, "[key]") if self._text else text
 
     def __bool__(self) -> bool:
-        """False where pickling left the key out."""
+        """False if pickling left the key out."""
         return self._text is not None
 
     def __repr__(self) -> str:
@@ -91,7 +91,7 @@ _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 
 class Price(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a model costs, in your currency per million tokens."""
+    """The price of a model, in your currency per million tokens."""
 
     input: NotNegative
     """Per million prompt tokens."""
@@ -120,11 +120,12 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     api_key_env: Text | None = None
     """The environment variable with this endpoint's key."""
     api_key_header: Text = "Authorization"
-    """The header for the key: `Authorization` sends `Bearer KEY`, any other the bare key (`api-key` on Azure)."""
+    """The header for the key. `Authorization` sends `Bearer KEY`; any other header sends the bare key (`api-key` on
+    Azure)."""
     requests_per_minute: Positive | None = None
-    """A budget to stay under. The endpoint's `x-ratelimit-*` headers are respected without it."""
+    """Most requests per minute to this endpoint. Its `x-ratelimit-*` headers are respected in any case."""
     tokens_per_minute: Positive | None = None
-    """A budget to stay under, prompt and completion together."""
+    """Most tokens per minute to this endpoint, prompt and completion together."""
 
     def __post_init__(self) -> None:
         _set(self, "url", _normal_url(self.url))
@@ -144,13 +145,13 @@ class JudgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     rubric: str | Rubric = "integer"
     """A built-in rubric's name, a `.json` or `.toml` file, or a `Rubric`."""
     api_key: Secret | None = None
-    """The key, also as text. It stays in memory: it is not printed, logged, cached or pickled."""
+    """The key; text is accepted. It stays in memory: it is not printed, logged, cached or pickled."""
     api_key_env: Text | None = "OPENAI_API_KEY"
     """The environment variable with the key, if `api_key` is not given. None, or an unset variable: no key is sent."""
     concurrency: int | str = "auto"
-    """`auto` finds the judge's own limit; an integer is an upper bound for it; `fixed:N` always keeps N."""
+    """`auto` finds the judge's own limit, from `concurrency_start` upwards. An integer bounds it. `fixed:N` keeps N."""
     concurrency_start: Count = START
-    """First limit for calls in flight to a judge that is not known yet. It adapts from there."""
+    """Concurrency limit at the first use of a judge. It adapts from there."""
     temperature: NotNegative | None = 0.0
     """None leaves it out of the request."""
     max_tokens: Count | None = None
@@ -170,9 +171,9 @@ class JudgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     reasks: CountOrZero = 1
     """How often a request is repeated when its reply does not parse."""
     requests_per_minute: Positive | None = None
-    """A request budget for each endpoint that has none of its own."""
+    """Most requests per minute to each endpoint that sets no limit itself."""
     tokens_per_minute: Positive | None = None
-    """The same for tokens, prompt and completion together."""
+    """Most tokens per minute to each endpoint that sets no limit itself, prompt and completion together."""
     prices: dict[str, Price] = {}
     """Model name → price. A model without a price is counted in tokens only."""
     max_cost: Positive | None = None
@@ -231,7 +232,7 @@ class JudgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> JudgeConfig:
-        """From plain values (YAML, TOML, JSON). Unknown keys are errors."""
+        """Make a config from plain values (YAML, TOML, JSON). Unknown keys are errors."""
         check_keys(cls, values, required=("endpoint", "model"), prefix="")
         return cls(**values)
 

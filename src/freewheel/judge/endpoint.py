@@ -47,16 +47,18 @@ class AttemptPatience:
     """
 
     FACTOR = 3.0
-    """Times p99: with a lognormal latency about one call in a million is cut off in vain."""
+    """Multiple of p99. With lognormal latencies about one call in a million is cut off that would have been
+    answered."""
     FLOOR_S = 1.0
     """Never less than this: a garbage collection or a TLS handshake would look like a hang."""
     SAMPLES_NEEDED = 64
     """With fewer latencies a 99th percentile is a guess."""
     IN_A_ROW = 8
-    """Time-outs of calls sent after the last answered one that mean "slower". With 5% hangs that happens once in 10^10
-    calls; a judge that became slower gets there at once."""
+    """After this many time-outs in a row, of calls sent after the last answered one, the judge counts as slower. If 5%
+    of calls hang at random, that happens once in 10^10 calls. If the judge did become slower, it happens at once."""
     MOST_DOUBLINGS = 2
-    """At most four times as long for one request, or the last of many hangs would hold up its whole batch."""
+    """One request gets at most four times as long. Otherwise one that hangs repeatedly would hold up its whole
+    batch."""
     REFRESH_EVERY = 32
     """Latencies between two computations of the percentile, which costs more than everything else here."""
 
@@ -142,8 +144,8 @@ class Breaker:
     def failed(self, now: float, *, known_at: float, probe: bool) -> None:
         """A call ended without a sign of life.
 
-        `known_at` is the time of which the failure tells: now for an error, the time of sending for a hang. A call
-        that was sent before the last sign of life hung alone, and does not count.
+        `known_at`: the time that the failure gives evidence about: now for an error, the time of sending for a
+        time-out. If a call was sent before the last sign of life, only that call hung, and it does not count.
         """
         if probe:
             self._pause_s = min(self.LONGEST_PAUSE_S, self._pause_s * self.GROWTH)
@@ -222,7 +224,8 @@ class EndpointState:
         return self.halted is None and self.breaker.state is State.CLOSED
 
     def knows_cost(self, most_tokens: int | None = None) -> bool:
-        """False while the longest reply is neither bounded nor seen. One call at a time then finds out."""
+        """False while no limit bounds a reply's length and no reply has arrived. Until one has, calls go out one at a
+        time."""
         bounded = self._longest_is_bound if most_tokens is None else most_tokens > 0
         return bounded or self.stats.answered > 0
 
@@ -342,7 +345,8 @@ def choose_endpoint(
     """Return the endpoint to send to now, or None and the time to ask again.
 
     The endpoint furthest below its weight's share comes first. A standby (weight 0) is used only while no other works.
-    `avoid` is where the request has just failed: not before `avoid_until`, and then only if nothing else is ready.
+    `avoid`: the endpoint where the request just failed. It is not chosen before `avoid_until`, and later only if no
+    other is ready.
     """
     if len(endpoints) == 1:
         at = endpoints[0].ready_at(now, body_bytes)

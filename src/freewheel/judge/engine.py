@@ -4,8 +4,8 @@
                                                                ▲                          │
                                                                └─ back-off (no slot) ◀────┘ failed or unparseable
 
-Requests of equal content share one `InFlightRequest`. It lives as long as anyone waits for it, and ends once.
-Requests wait in `ready` for a free slot. A call that ends, a back-off or a pause that is over sends the next ones.
+Requests of equal content share one `InFlightRequest`. It lives as long as anyone waits for it, and ends once. Requests
+wait in `ready` for a free slot. The next calls are sent when a call ends, or when a back-off or a pause is over.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ from freewheel.judge.verdict import Failed, Reason, Scored, Skipped, Usage
 log = logging.getLogger("freewheel.judge")
 
 _SWEEP_S = 0.025
-"""How often time limits are checked. Deadlines are kept to within 100 ms, and the way back needs some of that."""
+"""How often time limits are checked. Deadlines are met to within 100 ms, including the delivery of the verdict."""
 _MOST_STALE = 2
-"""How often one request may meet a connection that the server had closed. The pool may hold more than one of them."""
+"""How often a request may hit a connection that the server had already closed; after that it counts as a fault. The
+pool may hold several such connections."""
 _ELSEWHERE_S = 0.1
-"""Pause of a request that another endpoint may take. That endpoint may be full for a moment."""
+"""Pause before a request is tried at another endpoint, which may be full for a moment."""
 
 LAG_WARN_S = 0.05
 """A mean delay of the event loop worth a warning: it is more than the network round trip to most judges."""
@@ -103,7 +104,7 @@ class InFlightRequest:
         self.deadline_at = NEVER
 
     def is_overdue(self, now: float) -> bool:
-        """True if its call takes longer than calls to that endpoint do, by what is known now."""
+        """True if its call has lasted longer than is now allowed for that endpoint."""
         permit = self.permit
         if permit is None or self.committed:
             return False
@@ -312,7 +313,7 @@ class Engine:
     # -- calls out ----------------------------------------------------------------------------------------------------
 
     def _pump(self) -> None:
-        """Send what may be sent now, and arrange to be called when more may be."""
+        """Send every request that may be sent now, and schedule the next call for when more may be sent."""
         now = time.monotonic()
         ready = self._ready
         while ready:
@@ -324,7 +325,8 @@ class Engine:
                 self._endpoints, now, inflight.size, inflight.avoid, inflight.avoid_until
             )
             if endpoint is None and inflight.avoid_until > now and len(self._endpoints) > 1:
-                self._send_after(_ELSEWHERE_S, ready.popleft())  # others may go where it may not: let them pass
+                # other requests may use the endpoint that this one avoids: let them pass
+                self._send_after(_ELSEWHERE_S, ready.popleft())
             elif endpoint is None:
                 if self._calls_out == 0 or self._down_since is not None:
                     self._give_up(now)
@@ -334,7 +336,7 @@ class Engine:
             elif not self._is_over_budget(endpoint, inflight):
                 self._send(ready.popleft(), endpoint, now)
             elif self._calls_out:
-                return  # the calls under way may cost less than is reserved for them
+                return  # wait: calls in flight may cost less than their reservation
             else:
                 detail = f"max_cost = {self._config.max_cost:g} is reached ({self.spent:.6g} spent)"
                 self._fail(ready.popleft(), Reason.BUDGET, detail)
@@ -520,7 +522,7 @@ class Engine:
         inflight.done = True
         del self._inflight[inflight.key]
         self._started.discard(inflight)
-        # A task that has not begun must begin: it holds a permit, and cancelled now it would never give it back.
+        # Do not cancel a task that has not started: it holds a permit, and only its own code returns it.
         has_begun = inflight.permit is not None
         if inflight.task is not None and has_begun and inflight.task is not asyncio.current_task(self._loop):
             inflight.task.cancel()
@@ -556,7 +558,7 @@ class Engine:
                 inflight.task.cancel()
 
     def _expire(self, inflight: InFlightRequest, now: float) -> None:
-        """Waiters of a whole `request_deadline_s` get a failure. Those who joined later continue to wait."""
+        """Those who have waited a whole `request_deadline_s` get a failure. Those who joined later continue to wait."""
         limit_s = self._config.request_deadline_s
         detail = f"request_deadline_s = {limit_s:g} is over; {inflight.last or 'no reply so far'}"
         later = [waiter for waiter in inflight.waiters if waiter[2] + limit_s > now]

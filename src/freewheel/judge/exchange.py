@@ -1,4 +1,4 @@
-"""What the engine needs to know about each kind of request: its identity, its bytes, and what a reply to it means.
+"""The two kinds of request: for each, how to identify it, write its body and read a reply to it.
 
     JudgeRequest ─▶ RubricExchange   the two messages of a rubric; the reply is read as a score
     ChatRequest  ─▶ ChatExchange     the body of a gateway's client; the reply is returned as it came
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from freewheel.judge.engine import InFlightRequest
 
 _CHAT_VERSION = b"freewheel-chat-1"
-"""Must change with the way in which the key of a chat body is computed."""
+"""Change this whenever the computation of a chat body's key changes."""
 _PRIVATE_FIELDS = ("user", "metadata", "safety_identifier")
 """Fields that identify the client. They do not change the answer."""
 
@@ -43,19 +43,19 @@ Sink = Callable[[bytes], Awaitable[None]]
 class ChatRequest(msgspec.Struct, frozen=True):
     """One chat completion as a client sent it.
 
-    Equal requests are sent once if one answer can stand for all: with `temperature` 0 or a `seed`. Any other request
-    is for a sample, and a client that asks for two samples wants two.
+    Equal requests are sent once if they have `temperature` 0 or a `seed`, because their answers are the same. Any other
+    request asks for a sample, and a client that asks twice wants two samples.
     """
 
     body: bytes
     """A JSON object. It is sent as it is, except for `model` where an endpoint has its own name for it."""
     fresh: bool = False
-    """Send it whatever is cached, share it with nobody, and cache the answer."""
+    """Send it even if an answer is cached, do not share the call, and cache the new answer."""
     shares_samples: bool = False
-    """Use one sample for everyone who asks for the same."""
+    """Give equal requests the same sample."""
     sink: Sink | None = None
-    """Where the reply goes while it comes, for a body with `"stream": true`. A stream is retried until its first byte,
-    and never shared."""
+    """Receives the reply as it arrives, for a body with `"stream": true`. A stream is retried until its first byte, and
+    never shared."""
 
 
 class Relayed(msgspec.Struct, frozen=True, tag="relayed"):
@@ -71,14 +71,15 @@ class Relayed(msgspec.Struct, frozen=True, tag="relayed"):
 
 
 class Identity(NamedTuple):
-    """What the engine must know before it sends a request."""
+    """The facts about a request that the engine needs before it sends it."""
 
     key: bytes
     """Equal for requests that may share one call."""
     size: int
     """Approximate number of bytes to send, from which tokens are estimated."""
     keep_as: bytes | None
-    """The key under which the reply is cached. Only a request with this as its `key` reads it."""
+    """The key under which the reply is cached; None: it is not. A request reads the cache only if this equals its
+    `key`."""
     most_tokens: int | None = None
     """Longest reply that the request allows. None: the config decides; 0: the request does not say."""
     patient: bool = False
@@ -184,7 +185,7 @@ class ChatExchange:
         return Relayed(cached.text.encode(), usage, cached=True, attempts=0)
 
     def _with_model(self, body: bytes, model: str) -> bytes:
-        """Replace the configured model's name by the endpoint's own name for it."""
+        """Replace the configured model name with the endpoint's name for that model."""
         if model == self._model:
             return body
         fields = msgspec.json.decode(body)

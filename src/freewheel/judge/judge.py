@@ -1,4 +1,4 @@
-"""The front door: `Judge` scores batches in an engine that runs elsewhere, `InlineJudge` on the caller's event loop.
+"""The judge's API: `Judge` scores batches in another process or thread, `InlineJudge` on the caller's event loop.
 
     with Judge(JudgeConfig(endpoint=…, model=…)) as judge:
         handle = judge.submit(requests)      # returns at once, from any thread
@@ -45,7 +45,7 @@ log = logging.getLogger("freewheel.judge")
 _CLOSE_TIMEOUT_S = 5.0
 """How long `close` may take: it closes connections and writes the cache."""
 STATS_TIMEOUT_S = 2.0
-"""An engine that does not answer by then is busy or dead, and its last figures are returned."""
+"""How long `stats` waits. An engine that takes longer is busy or dead, and its last statistics are returned."""
 _FROM_CONFIG: Final = -1.0
 """Default of `deadline_s`: the config's `batch_deadline_s`."""
 
@@ -127,7 +127,7 @@ class Judge:
                 link = self._link = Link(self.config, self._tracker)
                 try:
                     link.start()
-                except BaseException:  # Ctrl-C may come while the thread starts: it must not stay behind
+                except BaseException:  # Ctrl-C may come while the thread starts: do not leave the thread behind
                     self._link = None
                     link.join(_CLOSE_TIMEOUT_S)
                     raise
@@ -171,16 +171,16 @@ class Judge:
         return self._link is not None and not self._closed
 
     def stats(self) -> JudgeStats:
-        """The engine's figures. Zeros before the first use, the last figures after closing."""
+        """Return the engine's statistics. They are zero before the first use, and the last ones after closing."""
         if self.running:
             try:
                 self._tracker.ask_stats().result(STATS_TIMEOUT_S)
             except concurrent.futures.TimeoutError:
-                log.warning("the judge's engine gave no figures within %.3g s; these are older", STATS_TIMEOUT_S)
+                log.warning("the judge's engine sent no statistics within %.3g s; these are older", STATS_TIMEOUT_S)
         return self._last_stats()
 
     def recent_stats(self) -> JudgeStats:
-        """The engine's last known figures, at once. Requests newer ones for the next call."""
+        """Return the engine's last known statistics without waiting, and request newer ones for the next call."""
         if self.running:
             self._tracker.ask_stats()
         return self._last_stats()
@@ -234,7 +234,8 @@ class Judge:
         self.__init__(state["config"])  # type: ignore[misc]
 
     def _become_a_forks(self) -> None:
-        """In a forked process: the engine belongs to the parent, and this copy starts its own when it is used."""
+        """Reset this judge in a forked process: the engine belongs to the parent. This copy starts another one when it
+        is used."""
         if self._link is not None:
             self._link.forget()
         closed = self._closed
@@ -287,7 +288,7 @@ class InlineJudge:
         return await self.ask(as_requests(requests), _deadline_at(deadline_s, self.config))
 
     async def ask(self, batch: Sequence[Request], deadline_at: float | None = None) -> list[Any]:
-        """`score` for requests that are known to be well-formed, chat completions included."""
+        """Do the same as `score` for requests that are known to be well-formed, including chat completions."""
         if not self._running:
             raise JudgeClosed("the judge is not running; use it within `async with`")
         handle = Handle(next(self._numbers), batch, deadline_at, lambda handle: self.engine.cancel(handle.batch))

@@ -44,7 +44,7 @@ _PLATEAU_RETURN_RTT = 3.0
 _QUIET_RETURNS = 2.0
 """After this many return times without a cut the bound is outdated, and growth is by `_PROBE_GAIN`."""
 _EPOCH_RTT = 0.5
-"""Least distance of two cuts. Replies to requests sent before a cut cannot judge the cut."""
+"""Least time between two cuts. A reply to a request sent before a cut says nothing about it."""
 _RTT_WEIGHT = 1.0 / 32.0
 """Weight of one latency in the mean: about one segment of memory."""
 
@@ -55,7 +55,8 @@ _FIRST_SEGMENT = 24
 _SEGMENT_SHARE = 0.5
 """A segment has at least this share of the limit, half a round trip. A shorter one misses the long replies."""
 _COUNT_SHARE_RISING = 0.5
-"""Weight (as an exponent) of counted throughput against level / latency while the level rises in slow start."""
+"""While the level rises in slow start: exponent of the counted throughput in the combined estimate; the rest is level /
+latency."""
 _WAVES_SPREAD = 0.25
 """Below this latency spread, replies come in waves and counted throughput loses weight in proportion."""
 _BINS_PER_OCTAVE = 4
@@ -73,7 +74,7 @@ _MOST_WEIGHT = 8.0 * _SEGMENT
 _FLAT_ELASTICITY = 0.2
 """Below this gain (relative throughput per relative concurrency) more requests only wait in the judge's queue."""
 _FLAT_MARGIN_SE = 0.5
-"""Standard errors added to the elasticity before the comparison: half the noise must agree."""
+"""Standard errors added to the gain before it is compared, so that noise alone rarely looks like a plateau."""
 _FALLING_SE = 2.0
 """A throughput this many standard errors below that of a lower level means that the judge is past its peak."""
 _PLATEAU_PEAK = 1.1
@@ -90,20 +91,23 @@ _LEAST_SPREAD = 0.2
 _REPLIES_WATCHED = 32
 """Faults are judged over this many last replies."""
 _FAULT_SHARE = 0.1
-"""From this share of them on, faults mean overload. Cutting on isolated ones took 11.5 s where 6.8 s were enough."""
+"""From this share of them on, faults mean overload. In a measurement, cutting on isolated faults took 11.5 s instead of
+6.8 s."""
 _FAULT_CUT = 0.9
-"""Brief step back for 5xx at levels at which others succeed. A larger one costs a judge with random faults more than
-it spares it. Throughput tells whether the level is too high for good."""
+"""Brief step back for 5xx at levels at which others succeed. At a judge with random faults, a larger step costs more
+than it saves. Throughput shows whether the level is permanently too high."""
 _PROVEN_DECAY = 0.99
-"""Each fault shrinks the highest level that succeeded lately by this, half in 70, unless a success renews it."""
+"""Each fault multiplies the highest level that recently succeeded by this (half after 70 faults). A success at a level
+restores it."""
 _BREAK_SHARE = 0.5
 """`_FAULT_SHARE` for broken connections and time-outs, which have many causes other than overload."""
 _REFUSALS_TOLERATED = 8
 """Refusals in a row that are still a burst. After more, the judge is refusing everything for a while."""
 _PROBES = 2
-"""While at least this many are in flight, their ends pace the next tries. With fewer, the limiter stays silent."""
+"""With at least this many in flight, the next tries are sent as these end. With fewer, the limiter pauses."""
 _RETREAT = 0.9
-"""Step back per refusal in a row: to half in seven, so a lockout meets a dozen requests and not a hundred."""
+"""Step back per consecutive refusal: seven halve the limit, so a lockout refuses about a dozen requests, not a
+hundred."""
 _RESUME = 0.5
 """When a judge that refused everything accepts again, continue at this share of the level it had accepted before."""
 _QUIET_FIRST_RTT = 0.1
@@ -253,7 +257,7 @@ class Limiter:
             self._close_segment(now)
 
     def throttled(self, ticket: Ticket, now: float) -> None:
-        """429, unlabelled or for concurrency: all others in flight were accepted, and one more was not."""
+        """A 429 that is not about the rate. The judge accepted all others in flight and refused this one."""
         self._end_refused(ticket, now)
         if self._is_fixed:
             return
@@ -264,8 +268,9 @@ class Limiter:
                 self._bound = self._target = min(self._bound, accepted)
                 self._set_window(accepted)
         elif self._bound and (self._refusals > 1 or ticket[0] < self._cut_at + _EPOCH_RTT * self._rtt_s):
-            # Refused again below the cut, before anything sent since was accepted: the judge went down, is locked, or
-            # counts a rate. Follow it down, and keep the bound for the return when it accepts again.
+            # Refused again below the cut, and nothing sent since then was accepted. The judge's capacity fell, it
+            # refuses everything, or it limits the rate. Follow it down, and keep the bound for the return when it
+            # accepts again.
             self._retreat()
         else:
             self._cut(min(accepted, self._window), CUT, now)

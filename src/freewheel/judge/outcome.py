@@ -60,7 +60,7 @@ class Kind(Enum):
 
 
 WAITS = frozenset({Kind.THROTTLED, Kind.RATE})
-"""The judge is well and asks us to wait. This counts as no attempt."""
+"""The judge works and asks us to wait. This does not count as an attempt."""
 INFRA = frozenset({Kind.OVERLOADED, Kind.TIMEOUT, Kind.BROKEN})
 """The endpoint itself has a fault."""
 FINAL = frozenset({Kind.REJECTED, Kind.FORBIDDEN})
@@ -74,7 +74,7 @@ REASONS: dict[Kind, Reason] = {
     **dict.fromkeys(FINAL, Reason.REJECTED),
     **{kind: Reason(kind.value) for kind in HALTS},
 }
-"""The reason of the verdict when a call that failed this way was the last one."""
+"""The verdict's reason if the last call failed with this kind."""
 
 _KIND_OF_STATUS: dict[int, Kind] = {
     HTTPStatus.REQUEST_TIMEOUT: Kind.TIMEOUT,
@@ -82,11 +82,11 @@ _KIND_OF_STATUS: dict[int, Kind] = {
     HTTPStatus.FORBIDDEN: Kind.FORBIDDEN,
     HTTPStatus.NOT_FOUND: Kind.NOT_FOUND,
 }
-"""The rest of 4xx is `REJECTED`."""
+"""Every other 4xx that `classify` does not handle itself is `REJECTED`."""
 
 
 class Reply(NamedTuple):
-    """What the judge answered."""
+    """The judge's answer to one call."""
 
     text: str
     usage: Usage
@@ -96,13 +96,13 @@ class Reply(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """One call without a reply."""
+    """One call without a usable reply."""
 
     kind: Kind
     detail: str
     retry_after_s: float | None = None
     billed: bool = False
-    """The judge answered and will charge for it, although the answer is unusable."""
+    """True if the judge charges for the call although its answer is unusable."""
 
 
 class HungUp(Exception):
@@ -119,7 +119,7 @@ _QUOTA_WORDS = re.compile(
 
 
 def classify(status: int, headers: Mapping[str, str], body: bytes, *, wall_now: float) -> Failure:
-    """Return the failure that a reply with a status other than 200 stands for."""
+    """Return the failure that a reply with a status other than 200 stands for. 429 is QUOTA, RATE or THROTTLED."""
     text = _error_text(body)
     phrase = HTTPStatus(status).phrase if status in HTTPStatus._value2member_map_ else "?"
     detail = f"HTTP {status} {phrase}" + (f": {text}" if text else "")
@@ -132,14 +132,14 @@ def classify(status: int, headers: Mapping[str, str], body: bytes, *, wall_now: 
         return Failure(Kind.OVERLOADED, detail, _retry_after_s(headers, wall_now))
     if 300 <= status < 400:
         target = shorten(headers.get("Location", "elsewhere"))
-        remedy = "a key goes only where its owner sent it; name that URL as the endpoint"
+        remedy = "freewheel sends a key only to the endpoint that you name; name that URL as the endpoint"
         detail = f"HTTP {status} {phrase}: it redirects to {target}, which is not followed: {remedy}"
         return Failure(Kind.NOT_FOUND, detail)
     return Failure(_KIND_OF_STATUS.get(status, Kind.REJECTED), detail)
 
 
 def _exhausted(headers: Mapping[str, str]) -> list[str]:
-    """The budgets of which nothing is left."""
+    """Return the budgets that have nothing left."""
     return [what for what in ("requests", "tokens") if headers.get(f"x-ratelimit-remaining-{what}") == "0"]
 
 
@@ -235,7 +235,8 @@ def read_completion(content: bytes) -> Reply | Failure:
 
 
 def _decode_forgivingly(content: bytes) -> _Completion:
-    """Strictly first, which is fast; then as forgivingly as possible, because the answer has been paid for."""
+    """Decode strictly first, which is fast. If that fails, decode as leniently as possible, because the answer has been
+    paid for."""
     try:
         return _completion.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -259,7 +260,8 @@ def read_chat(content: bytes) -> Reply | Failure:
 
 
 def read_stream_usage(tail: bytes) -> Usage:
-    """The tokens that the end of an event stream reports, if it does (`stream_options.include_usage`)."""
+    """Return the token counts at the end of an event stream; zeros if it has none (see
+    `stream_options.include_usage`)."""
     for line in reversed(tail.splitlines()):
         data = line.removeprefix(b"data:").strip()
         if b'"usage"' in data:
@@ -287,7 +289,8 @@ def _count(tokens: float | None) -> int:
 
 
 def _garbage(content: bytes, error: Exception) -> Failure:
-    """Some gateways answer 200 with `{"error": {"code": 429, …}}`, where the code is the status they mean."""
+    """Return the failure for a body that is no completion. Some gateways answer 200 with `{"error": {"code": 429, …}}`;
+    then the code is the real status."""
     with contextlib.suppress(*_UNREADABLE):
         found = msgspec.json.decode(content)
         inside = found.get("error") if isinstance(found, dict) else None

@@ -1,8 +1,9 @@
 """When a request may be sent: budgets of requests and tokens per minute, and the back-off after a failure.
 
 The concurrency limit says how many requests may be in flight. A judge may also count requests or tokens per minute.
-Cutting concurrency for that would be wrong, because the level is fine and the pace is not, so pace is separate.
-The engine calls the pacer before a request is sent and after it ends. It is pure: the caller passes the time.
+Lowering the concurrency for that would be wrong: the number in flight is fine, only the pace is too high. So the pacer
+limits the pace separately. The engine calls it before a request is sent and after it ends. It is pure: the caller
+passes the time.
 
     ready_at ──▶ sent ──▶ settled     corrects the token bucket by the real usage
                     ├──▶ rejected     a 429 for the rate: a short pause, then the accepted pace, slowly rising
@@ -26,35 +27,37 @@ _BURST_S = 1.0
 _SCARCE_SHARE = 0.2
 """A budget learned from headers binds once less than this share is left. Before that there is nothing to ration."""
 _LEAST_RESET_S = 0.05
-"""A nearer reset is over before the next request arrives."""
+"""A nearer reset is ignored: it is over before the next request arrives."""
 _MOST_RESET_S = 60.0
 """A learned budget never delays a single request longer than this, because headers can be wrong."""
 _PAUSE_S = 0.5
-"""Pause after a refusal for the rate that names no time: half of the shortest window that judges use."""
+"""Pause after a 429 for the rate without Retry-After: half of the shortest window that judges use."""
 MOST_PAUSE_S = 2.0
-"""Longest pause, whatever Retry-After says. It names the end of a window, and the pace handles the rest."""
+"""Longest pause, even if Retry-After is longer. Retry-After names the end of a window, but the pace alone keeps later
+requests within the limit."""
 _PACE_SHARE = 0.98
 """Share of the accepted rate to continue with: slightly below it, so that the judge's own bucket recovers."""
 _PACE_GROWTH_PER_RTT = 0.05
 """Rise of the pace per round trip, to find out whether a rate limit was lifted."""
 _PACE_FORGOTTEN = 3.0
-"""A pace that grew to this multiple of the refused one has outlived the rate limit and is dropped."""
+"""When the pace has grown to this multiple of the refused pace, the rate limit no longer exists, and the pace is
+dropped."""
 _RATE_WINDOW_S = 8.0
-"""The accepted rate is measured over between half of this and all of it."""
+"""The accepted rate is measured over a time between half of this and all of it."""
 _LEAST_RATE_WINDOW_S = 1.0
-"""It is never measured over less: the first burst that a judge accepts is not a rate."""
+"""The accepted rate is never measured over a shorter time: the first burst that a judge accepts is not a rate."""
 _LEAST_PACE_PER_S = 0.2
 """The pace never falls below one request in five seconds, so a judge that refuses everything is still asked."""
 BASE_BACKOFF_S = 0.25
 """Upper end of the first back-off: short next to a judge's call, long enough for a brief fault to pass."""
 MAX_BACKOFF_S = 8.0
-"""Longest back-off where the server names none. A batch's deadline leaves room for many."""
+"""Longest back-off if the server names none. A batch's deadline leaves room for many."""
 RETRY_AFTER_SPREAD = 0.25
-"""Retry-After × U(1, 1.25), so that all who got the same second do not come back at the same instant."""
+"""Retry-After × U(1, 1.25), so that requests that got the same Retry-After do not return at the same instant."""
 _EPOCH_SECONDS_FROM = 1e9
-"""A plain number from here on is a date (seconds since 1970), not a duration of thirty years."""
+"""A plain number of at least this is a date (seconds since 1970), not a duration of thirty years."""
 _EPOCH_MILLISECONDS_FROM = 1e11
-"""A plain number from here on is a date in milliseconds."""
+"""A plain number of at least this is a date in milliseconds since 1970."""
 
 _UNIT_S = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 _PART = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(ms|us|µs|ns|d|h|m|s)\s*")
@@ -101,7 +104,7 @@ def _amount(text: str | None) -> float | None:
 
 
 class HeaderBudget(NamedTuple):
-    """What one family of `x-ratelimit-*` headers reports. A missing or unreadable one is None."""
+    """The values of one family of `x-ratelimit-*` headers. A missing or unreadable value is None."""
 
     limit: float | None = None
     remaining: float | None = None
@@ -116,7 +119,7 @@ class RateHeaders(NamedTuple):
 
 
 def read_rate_headers(headers: Mapping[str, str], wall_now: float) -> RateHeaders | None:
-    """Read a reply's headers (a case-insensitive mapping). Returns None, quickly, if none of these is there."""
+    """Read a reply's headers (a case-insensitive mapping). Returns None, quickly, if there are no such headers."""
     requests = _read_budget(headers, "-requests", wall_now) or _read_budget(headers, "", wall_now)
     tokens = _read_budget(headers, "-tokens", wall_now)
     if requests is None and tokens is None:
@@ -133,7 +136,8 @@ def _read_budget(headers: Mapping[str, str], suffix: str, wall_now: float) -> He
 
 
 class Bucket:
-    """Fills at `rate_per_s` up to `capacity`. An amount above the capacity may leave a full bucket, as a debt."""
+    """Fills at `rate_per_s` up to `capacity`. An amount above the capacity may be taken from a full bucket; the level
+    is then negative."""
 
     def __init__(self, rate_per_s: float, capacity: float, level: float, at: float) -> None:
         self.rate_per_s = rate_per_s
@@ -161,10 +165,10 @@ def _configured(per_minute: float | None) -> Bucket | None:
 
 
 def _scarce_bucket(now: float, known: Bucket | None, reported: HeaderBudget) -> Bucket | None:
-    """Return the bucket that `reported` describes, or None while plenty is left. `known` is the one before.
+    """Return the bucket that `reported` describes, or None while plenty is left. `known` is the previous bucket.
 
-    The budget is whole again after `reset_s`, so the used amount over that time is the refill rate. That is right for
-    budgets of a second, a minute or a day. For a fixed window it may be too fast; a refusal then pauses.
+    The budget is full again after `reset_s`, so the refill rate is the used amount divided by that time. That is right
+    for budgets of a second, a minute or a day. For a fixed window it may be too fast; then a refusal causes a pause.
     """
     limit, remaining, reset_s = reported
     if limit is None or remaining is None or limit < 1.0 or remaining >= limit * _SCARCE_SHARE:
@@ -173,7 +177,7 @@ def _scarce_bucket(now: float, known: Bucket | None, reported: HeaderBudget) -> 
         reset_s = MINUTE_S
     if reset_s < _LEAST_RESET_S:
         return None
-    if known is not None:  # a reply that was delayed must not give back budget
+    if known is not None:  # a reply that arrives late must not restore budget
         known.refill(now)
         remaining = min(remaining, known.level)
     rate_per_s = max((limit - remaining) / reset_s, 1.0 / _MOST_RESET_S)
@@ -203,7 +207,8 @@ class Pacer:
         return not (self._requests or self._tokens or self._header_requests or self._header_tokens or self._pace_per_s)
 
     def ready_at(self, now: float, tokens: int) -> float:
-        """When a request of about `tokens` tokens may be sent: `now` or earlier means at once, else ask again then."""
+        """Return when a request of about `tokens` tokens may be sent: `now` means at once; at a later time, ask
+        again."""
         if self._is_free:
             return now
         at = max(now, self._paused_until, self._next_at)
@@ -212,7 +217,7 @@ class Pacer:
         return at
 
     def _buckets(self, tokens: int) -> list[tuple[Bucket, float]]:
-        """The budgets that bind now, each with what one request takes from it."""
+        """Return the budgets that apply now, each with the amount that one request takes from it."""
         amounts = (
             (self._requests, 1.0),
             (self._header_requests, 1.0),
@@ -246,7 +251,7 @@ class Pacer:
             self._raise_pace(now, rtt_s)
 
     def rejected(self, now: float, retry_after_s: float | None) -> None:
-        """A 429 for the rate: pause, then continue at the accepted pace."""
+        """Handle a 429 for the rate: pause, then continue at the accepted pace."""
         self._window_accepted = max(0, self._window_accepted - 1)
         if retry_after_s is None or not math.isfinite(retry_after_s):
             retry_after_s = _PAUSE_S
@@ -277,7 +282,7 @@ class Pacer:
 
     def _raise_pace(self, now: float, rtt_s: float) -> None:
         if now <= self._paced_at or rtt_s <= 0.0 or self._next_at < now - rtt_s:
-            return  # a pace that is not fully used teaches nothing
+            return  # if the pace was not fully used, the reply says nothing about the limit
         growth = _PACE_GROWTH_PER_RTT * min(1.0, (now - self._paced_at) / rtt_s)
         self._pace_per_s *= 1.0 + growth
         self._paced_at = now

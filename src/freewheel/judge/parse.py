@@ -7,11 +7,11 @@
 Readers accept the forms that judges really send. They refuse an ambiguous or out-of-range reply with `Unparseable` and
 never guess.
 
-A claim is a number with a label (`Score: 7`, `最终评分 7`), in `\\boxed{}`, over the top of the scale (`7/10`), alone
-on its line, or at the start or the end of the reply. Some claims can contradict a score but never make one: quoted
-ones, ones that the judge only reports ("the response says Score: 10"), and ones whose label names something else
-(`Answer: 7`). Whoever wrote the response cannot speak for the judge, and a judge that repeats an answer and forgets
-the score gives no score. Every step is linear in the text.
+A claim is a number with a label (`Score: 7`, `最终评分 7`), in `\\boxed{}`, as a fraction of the highest score,
+`7/10`, alone on its line, or at the start or the end of the reply. Some claims can contradict a score but never make one:
+quoted ones, ones that the judge only reports ("the response says Score: 10"), and ones whose label names something else
+(`Answer: 7`). So the author of the response cannot supply the score, and an answer that the judge repeats is not taken
+for one. Every step is linear in the text.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Unparseable(ValueError):
 _SHOWN_CHARS = 80
 """Length of a reply in an error message: enough to recognise it, short enough for a log line."""
 MAX_ANSWER_CHARS = 65_536
-"""The longest answer, without thinking, that is parsed: the event loop waits meanwhile."""
+"""Longest answer that is parsed, not counting the thinking. Parsing blocks the event loop."""
 
 _THINK_TAG = re.compile(r"<(/?)(?:seed:)?(?:think(?:ing)?|thought)>|\[(/?)THINK\]|◁(/?)think▷", re.IGNORECASE)
 _OPENING_VERDICT = re.compile(r"\A[\s*_#>`\"'-]{0,8}(?:[^\W\d_]{1,16}[\s*_:]{1,4}){0,3}\d{1,4}(?=[\s*_.,;:/!)-]|$)")
@@ -47,14 +47,15 @@ _FORMAT_TAG = re.compile(r"</?(?:b|strong|em|i|u|p|br|div|span|code|pre|h[1-6]|m
 _CLOSING_TAG = re.compile(r"</[A-Za-z][\w-]{0,30}>")
 _OPENING_TAG = re.compile(r"<([A-Za-z][\w-]{0,30})>")
 _ANSWER_MARK = re.compile(r"(?m)^[ \t>*_]{0,8}#{4}[ \t*_]{0,4}(?=[-+$]?\d)")
-"""GSM8K's mark of an answer. A judge that repeats an answer gives no score."""
+"""GSM8K's mark of an answer. The number after it is a repeated answer, not a score."""
 _LATEX_TEXT = re.compile(r"\\(?:text|textbf|mathbf|mathrm|bold|bf)\s{0,2}\{")
 _INVISIBLE = "\u200b"
 _HIDDEN_JOIN = re.compile(rf"\d{_INVISIBLE}+(?=\d)")
 
 
 class _Uniform(dict[int, str]):
-    """The replacement of each character, computed when it is first seen. Per character, so the cost stays linear."""
+    """The replacement of each character, computed when the character is first seen. So normalizing a text takes linear
+    time."""
 
     def __missing__(self, point: int) -> str:
         found = _INVISIBLE
@@ -85,9 +86,9 @@ def _shorten(text: str) -> str:
 def _split_thinking(reply: str) -> tuple[str, str]:
     """Separate the thinking from the answer after it. Returns the answer, and the text before an unopened tag.
 
-    Thinking comes first: `<think>…</think>`, nested or repeated, or only its end if the server's chat template removed
-    the opening tag. Text before such an end is probably thinking, or a verdict and a quoted tag. A tag elsewhere may be
-    a quotation. It is refused if it could change the verdict.
+    Thinking comes first: `<think>…</think>`, nested or repeated, or only the closing tag if the server's chat template
+    removed the opening one. Text before such a closing tag is usually thinking, but it may be a verdict followed by a
+    quoted tag. A tag in another place may be a quotation. A reply is refused if the tag could change the verdict.
     """
     tags = list(_THINK_TAG.finditer(reply))
     depth, cut = 0, 0
@@ -117,7 +118,8 @@ def _split_thinking(reply: str) -> tuple[str, str]:
 
 
 def _make_plain(text: str) -> str:
-    """Remove Markdown, HTML and LaTeX markup and invisible characters, and convert those of any script to ASCII."""
+    """Remove Markdown, HTML and LaTeX markup and invisible characters. Convert digits of any script, dashes and
+    full-width forms to ASCII."""
     if not text.isascii():
         text = text.translate(_UNIFORM)
         if _HIDDEN_JOIN.search(text):
@@ -146,9 +148,9 @@ _STRONG = (
 _VERDICT = r"voto|marks?|punkte|overall|final|verdict|evaluation|assessment|judge?ment|decision|評定|評点"
 """These claim a score only with a colon after them and nothing after the number."""
 _GRADED = r"notes?|nota|points?|total"
-"""These claim a score only over the top of the scale: "Note: 7" is a remark, "Note : 7/10" is a grade."""
+"""These claim a score only if it is written as 7/10: "Note: 7" is a remark, "Note : 7/10" is a grade."""
 _RESTATED = r"answers?|results?|quality|итог|结果|结论|النتيجة"
-"""These name what was judged, or a part of the verdict. They may contradict a score but never claim one."""
+"""These name the judged answer or a part of the verdict. They may contradict a score but never claim one."""
 _LABEL = re.compile(
     rf"(?<![A-Za-z/\\])(?:(?P<strong>{_STRONG})|(?P<verdict>{_VERDICT})|(?P<graded>{_GRADED})|(?P<restated>{_RESTATED}))"
     r"(?![a-zA-Z])",
@@ -177,7 +179,8 @@ _SCORE_OF = re.compile(
     r"(?:scoring|grading|评分|得分|打分|評分)[ 的]?$",
     re.IGNORECASE,
 )
-"""Before a label that claims nothing by itself: "Score for the answer: 7" and "评分结果：7" do claim a score."""
+"""If this precedes a label that claims nothing by itself, the number is a score: "Score for the answer: 7",
+"评分结果：7"."""
 _HEADING_WORDS = 4
 """A longer line without a colon is prose, not a heading of the next line."""
 _LEADS_ON = re.compile(r"(?:[:=]|\b(?:is|was|are|equals?|be|ist|est|es)|为|是)[\s\"']{0,4}$", re.IGNORECASE)
@@ -186,13 +189,13 @@ _SHORT_LABEL = re.compile(
     r"(?:^|\n)[ \t#>|;_\"'(\[{•-]{0,8}[^\W\d_][^\s:=]{0,24}(?:[ \t]{1,2}[^\s:=]{1,24}){0,2}[ \t]{0,2}[:=][ \t\"']{0,4}$"
 )
 _VERDICT_WORD = re.compile(r"overall|final|result|verdict|evaluation|assessment|judge?ment|decision", re.IGNORECASE)
-"""With a colon, and prose after the number ("Result: 3 of 4 tests pass"), these may still contradict a score."""
+"""With a colon, these may contradict a score even if prose follows the number ("Result: 3 of 4 tests pass")."""
 
 
 def _claims_a_score(text: str, label: re.Match[str], *, over_top: bool, ends: bool) -> bool:
     """Whether a number with this label can be the score, rather than what was judged or a part of the verdict.
 
-    `over_top`: it is written as 7/10. `ends`: nothing after it belongs to it.
+    `over_top`: the number is written as 7/10. `ends`: no text that belongs to it follows.
     """
     lead = text[max(0, label.start() - _LEAD_CHARS) : label.start()]
     if label["restated"]:
@@ -215,7 +218,7 @@ def _restates(text: str, begin: int) -> bool:
 
 
 def _is_under_answer_heading(text: str, begin: int) -> bool:
-    """Whether the line above marks a number alone on its line as an answer ("## Answer") and not as a score."""
+    """Whether the line above ("## Answer") marks a number that is alone on its line as an answer and not as a score."""
     above = text[max(0, begin - _LEAD_CHARS) : begin].rstrip(" \t\n#>|_\"'([{•-")
     line = above.rpartition("\n")[2]
     if not line.strip() or not (_LEADS_ON.search(line) or len(line.split()) <= _HEADING_WORDS):
@@ -226,7 +229,7 @@ def _is_under_answer_heading(text: str, begin: int) -> bool:
 _NUMBER_CHARS = 32
 """Longer digit strings are no scores. The bound also protects `float` from megabytes of digits."""
 _MAX_TOKENS = 4096
-"""A reply with more numbers is no verdict. The bound keeps a hostile reply cheap."""
+"""A reply with more numbers is no verdict. The bound limits the cost of a hostile reply."""
 _LEAD_WORDS = 6
 """A label with more words before it in its sentence is prose, not a verdict line."""
 
@@ -243,7 +246,7 @@ _SLASHED = re.compile(rf"(?<=\d)[ \t]{{0,3}}{_UNIT}?[ \t]{{0,3}}(?:/|\b(?:out of
 _ENVELOPE = re.compile(
     r"\s*((?:<(reasoning|analysis|explanation|rationale)>[^<>]*</\2>\s*)?)<answer>([^<>]*)</answer>\s*", re.IGNORECASE
 )
-"""Some models mark their verdict with a reply of exactly this form. Elsewhere it is an answer that was judged."""
+"""Some models send a verdict in exactly this form. In any other place, the tag marks the answer that was judged."""
 _MARKS = r"[\s:=|_\"'()\[\]{}<>→]|-(?![\d.])"
 _SEPARATOR = re.compile(
     rf"(?:{_MARKS}){{0,12}}(?:\b(?:is|of|was|would be|should be|est(?: de)?|ist|es|è|é|это)\b|为|是|は|が|:)?"
@@ -285,9 +288,9 @@ class _Token(NamedTuple):
     start: int
     end: int
     value: float | None
-    """None: it has digits, but is no number that could be a score."""
+    """None: the token has digits, but is not a number that could be a score."""
     over_top: bool
-    """Written over the top of the scale, as 7/10."""
+    """True if it is a fraction of the highest score, as in 7/10."""
     plain_number: bool
     """A number, a percentage or a ratio, whatever its value; not a date, a version or a word with digits in it."""
 
@@ -297,7 +300,7 @@ class _Claim(NamedTuple):
     own: bool
     """The judge claims it itself: neither quoted nor reported."""
     loose: bool
-    """It only starts or ends a line of prose, so any other number in the reply makes it doubtful."""
+    """The number only starts or ends a line of prose, so any other number in the reply makes it doubtful."""
     firm: bool
     """It is put forward as the score, not as an answer or a part of the verdict."""
 
@@ -317,7 +320,8 @@ class _Quotes:
         return index >= 0 and end < self._ends[index]
 
     def is_own_claim(self, begin: int, end: int) -> bool:
-        """Whether the judge itself claims text[begin:end]: it is not quoted, and the clause before it reports none."""
+        """Whether the judge itself claims text[begin:end]: it is not quoted, and the clause before it is short and has
+        no word such as "says"."""
         clause = _CLAUSE_END.split(self._text[max(0, begin - _LEAD_CHARS) : begin])[-1]
         is_reported = len(clause.split()) > _LEAD_WORDS or _REPORTING.search(clause)
         return not is_reported and not self.around(begin, end)
@@ -426,7 +430,7 @@ class _ScoreFinder:
         return [found[start] for start in sorted(found)]
 
     def _labelled(self, text: str, tokens: dict[int, _Token]) -> Iterator[tuple[_Token, int, bool]]:
-        """Numbers with a label, each with the start of the label and whether it can be the judge's score."""
+        """Yield each number with a label, the start of the label, and whether the number can be the judge's score."""
         for label in _LABEL.finditer(text):
             gap = _SEPARATOR.match(text, label.end())
             token = tokens.get(gap.end()) if gap else None
@@ -461,7 +465,7 @@ class _ScoreFinder:
         if len(values) > 1:
             raise Unparseable(f"scores that contradict each other in {_shorten(reply)}")
         if not any(claim.own for claim in claims):
-            raise Unparseable(f"the only score is quoted, reported or something else's in {_shorten(reply)}")
+            raise Unparseable(f"the only score is quoted, reported, or not for the response in {_shorten(reply)}")
         return claims[0].token
 
     def _lone(self, text: str, tokens: dict[int, _Token], quotes: _Quotes, reply: str) -> _Token:
@@ -482,9 +486,9 @@ class _ScoreFinder:
 
 
 def _find_unlabelled(text: str, token: _Token) -> tuple[bool, bool] | None:
-    """Whether a number without a label forms a line or starts or ends the text; if so, its `own` and `loose`.
-
-    Alone on a line counts as the judge's own on the first and the last line only: further in it may be a quotation.
+    """Return `own` and `loose` if a number without a label forms a line, or starts or ends the text; else None. A
+    number alone on its line counts as the judge's own only on the first or the last line: between them it may be a
+    quotation.
     """
     before = text[max(0, token.start - _LEAD_CHARS) : token.start]
     if not token.plain_number:
@@ -501,7 +505,7 @@ def _find_unlabelled(text: str, token: _Token) -> tuple[bool, bool] | None:
 
 
 _FAST_INTEGERS = 1000
-"""As many integers of the scale are looked up in a table."""
+"""At most this many integers of the scale are looked up in a table."""
 _BARE_DECIMAL = re.compile(r"[0-9]{1,9}\.[0-9]{1,9}")
 _JSON_ATTEMPTS = 64
 """Opening braces that are tried as the start of an object. The bound keeps the work linear."""
@@ -517,7 +521,7 @@ class Reading(NamedTuple):
 
 Reader = Callable[[str], Reading]
 _Claims = list[tuple[Reading, bool]]
-"""The readings of a text, in order, each with whether the judge claims it itself."""
+"""The readings of a text, in order. The flag is False for a reading that the judge only quotes or reports."""
 
 
 def make_reader(rubric: Rubric) -> Reader:
@@ -547,7 +551,7 @@ def _number_reader(rubric: Rubric) -> Reader:
 
 
 def _read_at_place(find: Callable[[str], _Claims], place: str, reply: str) -> Reading:
-    """The reading of `reply` at the rubric's `place`."""
+    """Return the reading of `reply` that the rubric's `place` selects."""
     answer, unopened = _split_thinking(reply)
     found = find(answer)
     if not found:
@@ -648,7 +652,8 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_pairs, parse_int=float, parse_con
 
 
 def _objects(text: str) -> list[tuple[dict[str, Any], bool]]:
-    """The outermost JSON objects of a text, in order, each with whether the judge claims it itself."""
+    """Return the outermost JSON objects of a text, in order. The flag is False for an object that the judge only quotes
+    or reports."""
     found: list[tuple[dict[str, Any], bool]] = []
     quotes = _Quotes(text)
     position = text.find("{")
@@ -682,7 +687,7 @@ def _custom_reader(rubric: Rubric) -> Reader:
             score = _checked(value, rubric, f"the result of {rubric.parser}")
         except Unparseable:
             raise
-        except Exception as error:  # the user's code may raise anything, and then could not read this reply
+        except Exception as error:  # the user's code may raise anything; the reply is then unreadable
             raise Unparseable(f"{rubric.parser}: {type(error).__name__}: {_shorten(str(error))}") from error
         if not all(map(math.isfinite, named.values())):
             raise Unparseable(f"{rubric.parser} returned a part that is not finite")

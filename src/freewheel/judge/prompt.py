@@ -29,10 +29,11 @@ SECRET_BYTES = 32
 SECRET_FILE = "delimiter.key"
 
 _LENGTH_BYTES = 8
-"""The HMAC covers each field's length before the field, so that no two requests give it the same bytes."""
+"""The HMAC's input has each field's length before the field, so that no two requests have the same input."""
 
 _in_memory: dict[Path, bytes] = {}
-"""Secrets of directories that could not be used: one each for the life of the process, with one warning."""
+"""Secrets for directories that could not be used. Each lasts as long as the process, and one warning is logged for
+it."""
 
 
 class PromptBuilder:
@@ -75,7 +76,8 @@ class PromptBuilder:
 
 
 def _lines(parts: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
-    """Template parts in which each text ends its line before the next block or the closing line."""
+    """Return the template parts with line breaks added, so that each text ends its line before the next block or the
+    closing line."""
     found: list[tuple[str, str]] = []
     for text, field in parts:
         line = text.lstrip("\n") if found else text
@@ -88,7 +90,7 @@ def _lines(parts: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
 
 
 def local_secret(directory: Path | None) -> bytes:
-    """Return the secret of this machine's user from a private file in `directory`. Created on first use.
+    """Return this user's secret from a private file in `directory`. The file is created on first use.
 
     Processes that start together agree on one secret. Without a usable directory the secret is in memory only: codes
     then differ between processes, which changes no hash and no cached verdict.

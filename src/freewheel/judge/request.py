@@ -1,4 +1,4 @@
-"""What is judged, and the hash that identifies equal requests, so the same content is sent once."""
+"""`JudgeRequest`, one response to judge, and the hash that identifies equal content, so that it is sent once."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from freewheel.judge.config import JudgeConfig
 
 _HASH_VERSION = b"freewheel-judge-1"
-"""Must change with the way in which the hash is computed, or an older cache would answer for something else."""
+"""Change this whenever the computation of the hash changes. Otherwise an older cache would return wrong replies."""
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class JudgeRequest(msgspec.Struct, frozen=True, array_like=True):
-    """One response to judge. Requests with equal content are equal, whatever their `id` is."""
+    """One response to judge. Requests with equal content share one call, even if their `id` differs."""
 
     response: str
     prompt: str = ""

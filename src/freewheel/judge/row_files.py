@@ -58,7 +58,8 @@ class Line(NamedTuple):
 
 
 def read_lines(fd: int, first: int = 1, *, max_bytes: int = _MAX_LINE_BYTES) -> Iterator[list[Line]]:
-    """The lines from number `first` on, one list per read, which may be empty: a slow pipe never holds lines back.
+    """Yield the lines from number `first` on, one list per read, so that a slow pipe holds no line back. A list may be
+    empty.
 
     Memory is constant: a block and at most `max_bytes`.
     """
@@ -79,7 +80,7 @@ def read_lines(fd: int, first: int = 1, *, max_bytes: int = _MAX_LINE_BYTES) -> 
             is_too_long = length > max_bytes
             lines.append(Line(number, b"" if is_too_long else text, start, end, is_open, is_too_long))
             start, dropped = end, 0
-        if dropped or len(rest) > max_bytes:  # of a line that is too long only the length counts
+        if dropped or len(rest) > max_bytes:  # of a line that is too long, only the length is kept
             dropped, rest = dropped + len(rest), b""
         yield [line for line in lines if line.number >= first]
 
@@ -111,7 +112,7 @@ class MalformedRowError(ValueError):
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """What is added to a row, without the fields that have no value."""
+    """The fields that are added to a row. Fields without a value are left out."""
 
     line: int
     status: str
@@ -189,7 +190,7 @@ class RowFormat:
         return b"%b%b:%b}\n" % (before, msgspec.json.encode(self._fields.verdict), msgspec.json.encode(entry))
 
     def read_written(self, text: bytes) -> Entry:
-        """The verdict in a row of an output file. Raises `ValueError` if it is not one."""
+        """Return the verdict in a row of an output file. Raises `ValueError` if the row is not from an output file."""
         return msgspec.convert(_load(text).get(self._fields.verdict), Entry)
 
 
@@ -252,7 +253,7 @@ class Tally(msgspec.Struct, kw_only=True):
 
 
 class Output:
-    """Takes whole rows. This class itself is a pipe or a device, which cannot be continued."""
+    """Writes whole rows. This base class is for a pipe or a device, which a later run cannot continue."""
 
     def __init__(self, fd: int, name: str = "-") -> None:
         self.fd = fd
@@ -272,7 +273,7 @@ class Output:
             view = view[os.write(self.fd, view) :]
 
     def finish(self, *, is_complete: bool) -> None:
-        """The job ended: at the end of its input, or before."""
+        """Called when the job ends. `is_complete`: it reached the end of its input."""
 
 
 class FileOutput(Output):
@@ -348,7 +349,7 @@ class Replacement(Output):
 
 
 def is_stream(path: str) -> bool:
-    """Whether `path` cannot be continued: `-`, or a pipe or a device."""
+    """Whether `path` is `-`, a pipe or a device, which a later run cannot continue."""
     if path == "-":
         return True
     try:

@@ -1,8 +1,8 @@
 """`Rubric`: the question for the judge, and the place of the score in its reply.
 
 A rubric is data: the text that is sent, a range, and the name of a parser. `PromptBuilder` sends it and `make_reader`
-reads replies by it. `Rubric.identity` covers everything that is sent, the fixed words of every call included, but not
-how replies are read: a better parser needs no new call.
+reads replies by it. `Rubric.identity` covers everything that is sent, including the fixed words of every call. It does
+not cover how replies are read, so a better parser needs no new calls.
 """
 
 from __future__ import annotations
@@ -293,7 +293,7 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def check_keys(kind: type[msgspec.Struct], values: Mapping[str, Any], *, required: Sequence[str], prefix: str) -> None:
-    """Refuse keys that `kind` does not have, and missing ones that it needs."""
+    """Raise `ConfigError` if `values` has a key that `kind` does not know, or lacks a required key."""
     known = kind.__struct_fields__
     for key in sorted(str(key) for key in values if key not in known):
         raise ConfigError(prefix + key, shown_value(key, values.get(key)), f"unknown key; known are {', '.join(known)}")

@@ -50,10 +50,11 @@ from freewheel.judge.tracker import Handle
 from freewheel.judge.verdict import Failed, Reason, Scored, Verdict
 
 OUTAGE_ROWS = 64
-"""So many consecutive rows lost to an outage mean that the judge is down, even if its endpoint shows signs of life."""
+"""If this many consecutive rows are lost to an outage, the judge counts as down, even if its endpoint still answers
+some calls."""
 FIRST_FAILURES = 256
-"""So many failures without a single score mean that the setup is wrong (rubric, model, a proxy's page), not the rows.
-The rest of a large file must not be paid for."""
+"""If this many rows fail and none is scored, the setup is wrong (rubric, model, a proxy's page), not the rows. The job
+stops, so that the rest of a large file is not paid for."""
 _WINDOW_ROWS = 8192
 """Rows in flight, as many as the engine accepts, so that the judge's limit never lacks work."""
 _WINDOW_BYTES = 64 << 20
@@ -63,16 +64,16 @@ _BATCH_ROWS = 64
 cache."""
 _BATCH_BYTES = 1 << 20
 _TICK_S = 0.1
-"""How long a stop may go unnoticed while nothing arrives."""
+"""While nothing arrives, a stop request is noticed after at most this time."""
 _PROGRESS_EVERY_S = 0.25
 """How often progress is reported: smooth to the eye, and no load for the engine."""
 
 _FATAL = frozenset({Reason.AUTH, Reason.NOT_FOUND, Reason.QUOTA, Reason.BUDGET, Reason.ENGINE, Reason.CANCELLED})
-"""No other row would fare better."""
+"""Reasons that would make every other row fail too."""
 _OUTAGE = frozenset({Reason.UNAVAILABLE, Reason.DEADLINE, Reason.THROTTLED})
-"""Says as much about the judge as about the row."""
+"""Reasons that may be due to an outage of the judge, not to the row."""
 _SILENCE = frozenset(kind.value for kind in INFRA)
-"""Failed calls that are no sign of life."""
+"""Kinds of failed calls that do not show that the endpoint works."""
 
 
 # -- when to stop -----------------------------------------------------------------------------------------------------
@@ -90,7 +91,8 @@ class Ruling(Enum):
 
 
 class StopRule:
-    """Decides about each judged row, in order. `why` is the verdict that stopped it."""
+    """Decides about each judged row, in order. `why` is the verdict that stopped the job, or the last one that was
+    held."""
 
     def __init__(self, is_down: Callable[[], bool]) -> None:
         self._is_down = is_down
@@ -121,7 +123,7 @@ class StopRule:
         return Ruling.WRITE
 
     def end(self) -> Ruling:
-        """After the last row, decide whether the held rows failed by themselves."""
+        """Decide about the held rows after the last row: STOP if the judge is down, else their failures are final."""
         return Ruling.STOP if self._outage_rows and self._is_down() else Ruling.WRITE
 
     def _stop(self, verdict: Failed) -> Ruling:
@@ -148,7 +150,7 @@ def is_down(stats: JudgeStats) -> bool:
 
 
 class Calls(msgspec.Struct, kw_only=True):
-    """This run's calls of the judge; `in_flight` and `limit` are of this moment."""
+    """This run's calls to the judge. `in_flight` and `limit` are current values."""
 
     sent: int = 0
     throttled: int = 0
@@ -161,7 +163,8 @@ class Calls(msgspec.Struct, kw_only=True):
 
 
 class CallsMeter:
-    """Adds up an engine's counts over its restarts, each of which starts at 0. The cost is added up elsewhere."""
+    """Adds up the counts of an engine and its restarts, each of which counts from 0. `JudgeStats.cost` does this for
+    the cost."""
 
     _SUMS = ("sent", "throttled", "prompt_tokens", "completion_tokens")
 
@@ -249,7 +252,8 @@ class ScoringJob:
         on_progress: Callable[[Progress], None] = lambda progress: None,
         on_malformed: Callable[[int, str], None] = lambda line, detail: None,
     ) -> None:
-        """From `source` to `target`; `-` is stdin or stdout. `ConfigError` if they cannot work."""
+        """Score the rows of `source` into `target`; `-` is stdin or stdout. Raises `ConfigError` if either cannot be
+        used."""
         if retry_failed and (overwrite or is_stream(target) or not Path(target).exists()):
             raise ConfigError("retry_failed", True, "it needs an output file of an earlier run, and no --overwrite")
         self._rows = RowFormat(config, fields or Fields())
@@ -272,13 +276,13 @@ class ScoringJob:
         self._blocks = read_lines(self._source, max(1, self._output.last_line))
         self._has_found_last = not self._output.last_line
         self._unsent: deque[_Batch] = deque()
-        """Rows that are read and wait for room in the window."""
+        """Batches that were read and wait for room in the window."""
         self._open: deque[tuple[_Batch, Handle]] = deque()
         """Submitted batches, oldest first. Each is removed when its rows are written."""
         self._is_fed = False
         """The input has ended, or cannot be read any further."""
         self._error: Exception | None = None
-        """Why it cannot be read. It is raised after the rows before it are written."""
+        """Why the input cannot be read any further. It is raised after the rows before the failure are written."""
 
     def __enter__(self) -> Self:
         return self
@@ -305,11 +309,13 @@ class ScoringJob:
         return Replacement(file) if retry_failed else file
 
     def stop(self, reason: str = "interrupted") -> None:
-        """End the job soon: submit nothing more, and write the rows that are contiguous."""
+        """End the job soon: submit nothing more, and write the finished rows that come before the first unfinished
+        one."""
         self._stop_reason = self._stop_reason or reason
 
     def run(self) -> Summary:
-        """Run to the end of the input or a reason to stop. `ConfigError` if the output belongs to another input."""
+        """Run until the input ends or the job has to stop. Raises `ConfigError` if the output belongs to another
+        input."""
         is_complete = False
         try:
             stopped = self._score()
@@ -334,11 +340,11 @@ class ScoringJob:
     # -- rows in ------------------------------------------------------------------------------------------------------
 
     def _feed(self) -> bool:
-        """Read a block and submit what the window has room for. Returns whether more can be read at once."""
+        """Read a block and submit the batches that fit into the window. Returns whether more can be read at once."""
         try:
             if not self._unsent and not self._is_fed:
                 if not select.select([self._source], [], [], 0 if self._open else _TICK_S)[0]:
-                    return False  # a pipe that is silent
+                    return False  # a pipe without new data
                 self._read_block()
             while self._unsent and self._has_room(self._unsent[0]):
                 batch = self._unsent.popleft()
@@ -385,7 +391,7 @@ class ScoringJob:
             self._unsent.append(batch)
 
     def _other_input(self, line: int) -> ConfigError:
-        remedy = f"its row of line {line} belongs to another input, rubric or model than is given now; {REMEDY}"
+        remedy = f"its row of line {line} was written for another input, rubric or model; {REMEDY}"
         return ConfigError("output", self._output.name, remedy)
 
     def _key_of(self, line: Line) -> str:
@@ -499,7 +505,7 @@ class ScoringJob:
 
 
 def _open_source(source: str, stack: contextlib.ExitStack) -> tuple[int, int | None]:
-    """The descriptor, and the length if it is a file that can be read again."""
+    """Return the descriptor, and the size if the source is a regular file."""
     if source == "-":
         return sys.stdin.fileno(), None
     fd = _open("input", source, os.O_RDONLY, stack)

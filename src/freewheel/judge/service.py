@@ -1,10 +1,10 @@
-"""Runs one engine for a caller, and is the engine's process: `python -m freewheel.judge.service FD`.
+"""Runs one engine for a caller. Also the program of the engine's process: `python -m freewheel.judge.service FD`.
 
     Link ── take(message), or frames on FD ──▶ Service ─▶ Engine
          ◀────── send(message), coalesced ────────┘
 
-The process reads its config, and with it the key, from the socket. It exits when the socket ends, and it never outlives
-its parent, not even where a fork of the parent holds the socket open.
+The process reads its config, including the key, from the socket. It exits when the socket closes. It also exits when
+its parent ends, even if a fork of the parent still holds the socket open.
 """
 
 from __future__ import annotations
@@ -46,11 +46,13 @@ from freewheel.utils.processes import end_with
 log = logging.getLogger("freewheel.judge")
 
 _COALESCE_S = 0.020
-"""At most one results message in this time, however quickly batches end."""
+"""When all batches are answered, results are sent at once, but not sooner than this after the previous message."""
 LINGER_S = 0.050
-"""While more verdicts are to come, results wait this long for them: each message interrupts a busy caller."""
+"""While more verdicts are expected, results wait this long to be sent together: each message interrupts a busy
+caller."""
 _GC_THRESHOLD = 50_000
-"""Thousands of requests are alive at a time and hold no cycles, so a collection every 700 objects is wasted."""
+"""Python's default, a collection every 700 objects, would be wasted work: thousands of requests are alive at a time,
+and they hold no cycles."""
 
 
 class Service:
@@ -129,7 +131,7 @@ class _ForwardingHandler(logging.Handler):
 
 
 def tune_process() -> None:
-    """Prepare a process that does nothing but ask the judge."""
+    """Set the garbage collector and the limit of open files for a process that does nothing but call the judge."""
     gc.freeze()
     gc.set_threshold(_GC_THRESHOLD)
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,4 +1,4 @@
-"""A snapshot of what the engine did and what it costs: as values, as a log line and as Prometheus text."""
+"""A snapshot of the engine's work and its cost: as values, as a log line and as Prometheus text."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class EndpointStats(msgspec.Struct, kw_only=True):
     limit: int = 0
     breaker: str = "closed"
     halted: str = ""
-    """Why nothing more is sent there; empty if nothing is wrong."""
+    """Why the engine stopped sending to this endpoint; empty if it has not."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cost: float = 0.0
@@ -54,7 +54,8 @@ class EndpointStats(msgspec.Struct, kw_only=True):
 
 
 class JudgeStats(msgspec.Struct, kw_only=True):
-    """The whole engine since it started. A restarted engine process starts at 0 again, see `restarts`."""
+    """Counts of the whole engine since it started. An engine process that was restarted counts from 0, see
+    `restarts`."""
 
     submitted: int = 0
     scored: int = 0

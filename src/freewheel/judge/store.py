@@ -55,12 +55,13 @@ _APPLICATION_ID = 0x46574A43
 _SCHEMA_VERSION = 1
 """Raised whenever a table changes. A file of another version is set aside: replies can be requested again."""
 ASIDES_MAX = 8
-"""A disk that damages every file must not be filled with copies. With this many, the cache is in memory only."""
+"""Most files that are set aside, so that a disk that damages every file is not filled with copies. After that the cache
+is in memory only."""
 _BUSY_TIMEOUT_S = 0.25
 """How long one statement waits for another process's transaction. Short, because `close` and a fork wait for a thread
 that is inside SQLite. Later statements try again."""
 _COMMAND_TIMEOUT_S = 30.0
-"""The same for the command line."""
+"""How long one statement of the command line waits for another process's transaction."""
 _SETUP_WAIT_S = 2.0
 """How long to wait at least for a process that is opening the file. That takes milliseconds, unless it is stopped."""
 RETRY_AFTER_S = 30.0
@@ -86,11 +87,11 @@ _STEP_ENTRIES = 256
 _STEP_PAGES = 512
 """Pages returned to the disk per transaction, for the same reason."""
 _EXPORT_ENTRIES = 64
-"""An export reads this many at a time. A slow reader that held a snapshot would make the log grow."""
+"""Entries that an export reads at a time. If a slow export held one snapshot, the log would grow."""
 _CLOSE_TIMEOUT_S = 5.0
-"""How long `close` may continue to write. What is left then is lost, and a warning counts it."""
+"""How long `close` may continue to write. Replies that remain are lost, and a warning gives their number."""
 _JOIN_GRACE_S = 2.0
-"""The thread checks the time between statements; this is for the statement."""
+"""How much longer `close` waits: the thread checks the time only between two statements."""
 _ENTRY_OVERHEAD_BYTES = 500
 """Memory of an entry besides its text, by tracemalloc: the digest, the reply and the dict's slot."""
 _QUERY_KEYS = 256
@@ -154,7 +155,7 @@ class CacheUnusableError(JudgeError, RuntimeError):
 
 
 class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What the file holds now."""
+    """The content and the size of the file."""
 
     path: str
     schema_version: int
@@ -209,7 +210,7 @@ class CacheFile:
                 raise
 
     def disconnect(self) -> None:
-        """With `lock` held."""
+        """Close the connection. Call it with `lock` held."""
         if self._db is not None:
             with contextlib.suppress(sqlite3.Error):
                 self._db.close()
@@ -333,17 +334,18 @@ def _decode(row: tuple[Any, ...]) -> _Entry | None:
 
 
 def _encode(text: str) -> bytes:
-    """As bytes: SQLite's text ends at a NUL and refuses lone surrogates, and a judge may send both."""
+    """Encode text as bytes: SQLite's text type ends at a NUL and refuses lone surrogates, and a judge may send both."""
     return text.encode("utf-8", "surrogatepass")
 
 
 def _checksum(key: bytes, text: bytes) -> int:
-    """SQLite checks the structure of its pages, not their content."""
+    """Return a checksum of an entry, because SQLite checks only the structure of its pages, not their content."""
     return zlib.crc32(text, zlib.crc32(key))
 
 
 def _used_bytes(db: sqlite3.Connection) -> int:
-    """The size of the pages in use. SQLite keeps this count for all processes, so no total of ours can drift."""
+    """The size of the pages in use. SQLite keeps this count for all processes, so it cannot drift as a separate total
+    would."""
     return (read_pragma(db, "page_count") - read_pragma(db, "freelist_count")) * read_pragma(db, "page_size")
 
 
@@ -357,11 +359,11 @@ def _delete(db: sqlite3.Connection, which: str, *parameters: float) -> int:
 
 
 class Store:
-    """Replies and notes in the file at `path`. Only `stats`, `clear` and `export` raise when the file is in trouble.
+    """Replies and notes in the file at `path`. Only `stats`, `clear` and `export` raise if the file cannot be used.
 
-    For any thread and any number of processes. After a fork both processes continue, each with its own connections;
-    the parent writes what was waiting. A thread writes 50 ms after the first item, or for a full batch, and `close`
-    writes the rest.
+    For any thread and any number of processes. After a fork both processes continue, each with separate connections;
+    the parent writes the items that were waiting. A thread writes 50 ms after the first item, or for a full batch, and
+    `close` writes the rest.
     """
 
     def __init__(
@@ -615,8 +617,8 @@ class Store:
     def _evict(self, db: sqlite3.Connection) -> None:
         """Remove the least recently used replies when the file is too large.
 
-        In small transactions, so that other processes may write between them. `close` waits for this a while: many
-        short runs, each closed right after its last write, would otherwise let the file grow.
+        Uses small transactions, so that other processes may write between them. `close` waits a while for it. Otherwise
+        many short runs, each closed right after its last write, would let the file grow.
         """
         if _used_bytes(db) > self.max_bytes:
             while time.monotonic() < self._close_by and _used_bytes(db) > self.max_bytes * _EVICT_TO:
@@ -626,7 +628,8 @@ class Store:
     # -- troubles -----------------------------------------------------------------------------------------------------
 
     def _choose_pause(self, error: sqlite3.Error | OSError) -> float:
-        """How long to leave the file alone. Each kind of trouble is logged once, and a lock is ordinary."""
+        """Return how long to leave the file alone. Each kind of trouble is logged once; a lock is normal and not
+        logged."""
         trouble = diagnose(error)
         if trouble is Trouble.LOCKED:
             return random.uniform(*_LOCKED_PAUSE_S)

@@ -1,11 +1,11 @@
-"""Who waits for which verdict: `Handle` for the caller, `RequestTracker` for the link to the engine.
+"""Tracks who waits for which verdict: `Handle` for the caller, `RequestTracker` for the link to the engine.
 
     Judge.submit ─▶ RequestTracker ── next() ──▶ link ──▶ engine
     Handle       ◀─ RequestTracker ◀─ take() ─── link ◀── engine
 
-A link pulls, so it takes no more than the engine can hold. The tracker forgets a request only when its verdict is in.
-An engine that dies therefore costs time and no verdict: the next engine gets everything that was not answered.
-Both classes are thread-safe and do no I/O.
+A link pulls, so it takes no more than the engine can hold. The tracker keeps each request until its verdict arrives. So
+no verdict is lost if an engine dies: the next engine gets every request that was not answered. Both classes are
+thread-safe and do no I/O.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CHUNK = 256
 CHUNK_CHARS = 1 << 20
 """Characters per message, unless a single request is longer."""
 GRACE_S = 0.05
-"""After a deadline the tracker waits this long for the engine's own verdicts, which say more than its own."""
+"""After a deadline the tracker waits this long for the engine's verdicts, which have more detail than the tracker's."""
 
 
 class Progress(NamedTuple):
@@ -76,7 +76,7 @@ class Handle:
         """When the last verdict arrived, in `time.monotonic()` seconds."""
         self.unsent = deque(range(len(requests)))
         self.sent: set[int] = set()
-        """Indexes that the engine holds. These two belong to the tracker."""
+        """Indexes that the engine holds. Only the tracker changes `unsent` and `sent`."""
         self._cancel = cancel
         self._verdicts: list[Verdict | None] = [None] * len(requests)
         self._order: list[int] = []
@@ -182,7 +182,7 @@ class Handle:
             self._order.append(index)
 
     def put_missing(self, reason: Reason, detail: str) -> None:
-        """End every open request as failed, except those that were never to be judged: they are skipped."""
+        """End every open request: as skipped if it has a reason to skip, else as failed."""
         for index, verdict in enumerate(self._verdicts):
             if verdict is None:
                 skip = self.requests[index].skip
@@ -192,7 +192,7 @@ class Handle:
         return len(self._order) == len(self._verdicts)
 
     def wake(self) -> None:
-        """Tell everyone who waits, after `put` and outside the tracker's lock."""
+        """Wake everyone who waits. Call this after `put`, without the tracker's lock."""
         if self.is_complete() and not self._finished.is_set():
             self.finished_at = time.monotonic()
             self._finished.set()
@@ -242,7 +242,7 @@ class RequestTracker:
         self.wake()
 
     def ask_stats(self) -> Future[JudgeStats]:
-        """Request the engine's figures. All who ask before they arrive share one reply."""
+        """Request the engine's statistics. All callers who ask before they arrive share one reply."""
         with self._lock:
             if self._query is None:
                 self._query = Future()
@@ -329,7 +329,7 @@ class RequestTracker:
             handle.wake()
 
     def engine_lost(self) -> None:
-        """The engine died: send everything that it had not answered again, before the rest."""
+        """The engine died: send its unanswered requests to the next one, before all others."""
         with self._lock:
             self.restarts += 1
             self._control.clear()

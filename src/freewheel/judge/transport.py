@@ -1,4 +1,4 @@
-"""Between the caller and the engine: the messages, the frames on a socket, and the thread that carries them.
+"""Connects the caller to the engine: the messages, the frames on a socket, and the thread that carries them.
 
     RequestTracker ◀─▶ Link: a thread with an event loop ◀─▶ Service: the engine
                                                           on that loop, or in a child process behind a `Pipe`
@@ -6,7 +6,7 @@
     caller ── Configure, Submit, Cancel, AskStats, Close ──▶ engine
     caller ◀── Started, EngineFailure, Results, StatsReply, LogLine ── engine
 
-A child process that dies is replaced; the next one gets everything that the dead one had not answered.
+A child process that dies is replaced. The next one gets every request that the dead one had not answered.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("freewheel.judge")
 
 _WRITE_AHEAD_BYTES = 1 << 18
-"""Bytes buffered ahead of the socket: enough to keep it full, little to hold twice."""
+"""Bytes buffered for the socket: enough to keep it busy, and few, because the tracker holds the same requests."""
 RESTARTS_ALLOWED = 5
 """More deaths than this within `_RESTART_WINDOW_S` are a fault of ours or of the machine, and the judge gives up."""
 _RESTART_WINDOW_S = 60.0
 FIRST_PAUSE_S = 0.1
 """Pause before the first restart. It doubles with each further one."""
 _KILLED_AFTER_S = 1.0
-"""How long a killed child may take to disappear."""
+"""How long `join` waits for the thread after it has killed the child."""
 
 # -- messages ---------------------------------------------------------------------------------------------------------
 
@@ -56,7 +56,7 @@ class Configure(msgspec.Struct, tag=True, array_like=True):
     config: JudgeConfig
     parent_pid: int
     spent: float
-    """What earlier engines of this judge have spent: `max_cost` holds across restarts."""
+    """Cost of this judge's earlier engines: `max_cost` holds across restarts."""
 
 
 class Submit(msgspec.Struct, tag=True, array_like=True):
@@ -80,7 +80,7 @@ class Close(msgspec.Struct, tag=True, array_like=True):
 
 
 class Started(msgspec.Struct, tag=True, array_like=True):
-    """The engine takes messages."""
+    """The engine is ready for messages."""
 
 
 class EngineFailure(msgspec.Struct, tag=True, array_like=True):
@@ -128,7 +128,7 @@ CALLER_DECODER = msgspec.msgpack.Decoder(ToCaller)
 
 
 def pack(message: ToEngine | ToCaller) -> bytes:
-    """Encode a message as one frame. Callers replace lone surrogates, which no frame can hold, before."""
+    """Encode a message as one frame. Callers must replace lone surrogates first: no frame can hold them."""
     body = _encoder.encode(message)
     return LENGTH.pack(len(body)) + body
 
@@ -186,7 +186,7 @@ class Pipe(asyncio.Protocol):
             self._transport.write(pack(message))
 
     def close(self) -> None:
-        """End the connection after everything that was sent has left."""
+        """Close the connection after everything that was sent has been written."""
         if self._transport is not None:
             self._transport.close()
 
@@ -205,8 +205,8 @@ def run_loop(main: Coroutine[Any, Any, None]) -> None:
 # -- the caller's side ------------------------------------------------------------------------------------------------
 
 _spawning = threading.Lock()
-"""Held while a child is started, and by forks. A fork in between would hold both ends of the child's socket, and
-neither side would notice the other's death. (`subprocess` itself does not run fork hooks.)"""
+"""Held while a child is started, and during a fork. A process forked while a child starts would hold both ends of the
+child's socket, and neither side would notice the other's death. (`subprocess` itself does not run fork hooks.)"""
 os.register_at_fork(before=_spawning.acquire, after_in_parent=_spawning.release, after_in_child=_spawning.release)
 
 
@@ -214,7 +214,8 @@ class Link:
     """A thread with an event loop that connects a tracker to its engine.
 
     `placement="process"`: the engine runs in a child process, `python -m freewheel.judge.service FD`.
-    `placement="thread"`: the engine runs in this thread. Cheaper, but starved by a process that is busy in Python.
+    `placement="thread"`: the engine runs in this thread. This is cheaper, but the engine gets too little time if the
+    process is busy running Python code.
     """
 
     def __init__(self, config: JudgeConfig, tracker: RequestTracker) -> None:
@@ -242,7 +243,7 @@ class Link:
         self._thread.start()
 
     def wake(self) -> None:
-        """The tracker has something new. Never blocks."""
+        """Tell the thread that the tracker has something new. Never blocks."""
         loop = self._loop
         if loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop has closed
@@ -299,7 +300,7 @@ class Link:
                 self._timer.cancel()
 
     def _pump(self) -> None:
-        """Exchange what there is to exchange, and arrange to be called at the next deadline."""
+        """Send waiting messages to the engine, expire batches, and schedule the next call for the next deadline."""
         try:
             if self._ending:
                 self._stop_engine()
@@ -320,7 +321,7 @@ class Link:
             self._break_down(error)
 
     def _take(self, send: Callable[[ToEngine], None], message: ToCaller) -> None:
-        """Handle a message from the engine that takes messages through `send`."""
+        """Handle a message from the engine. `send` sends messages to that engine."""
         if isinstance(message, Started):
             self._send = send
             if self._stop.is_set():
@@ -347,7 +348,7 @@ class Link:
     def _break_down(self, error: Exception) -> None:
         log.exception("the judge's link broke")
         self._give_up(f"the judge's link broke: {type(error).__name__}: {error}")
-        with contextlib.suppress(Exception):  # it has never started, or its loop has ended
+        with contextlib.suppress(Exception):  # the loop has never started, or has ended
             self._stop_engine()
 
     async def _run_service(self) -> None:

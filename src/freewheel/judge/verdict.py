@@ -1,6 +1,7 @@
 """The result of scoring one response: `Scored`, `Failed` or `Skipped`.
 
-The judge, rules and reward functions all give a `Verdict`. A failure has no number, so no caller can take it for one.
+The judge, rules and reward functions all give a `Verdict`. A failure has no number, so no caller can mistake it for a
+score.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from freewheel.errors import FreewheelError
 
 
 class JudgeError(FreewheelError):
-    """Base class of everything that stops the engine itself. A judgement that fails is a `Failed` verdict instead."""
+    """Base class of the errors of the judge and the rewards. A judgement that fails is a `Failed` verdict instead."""
 
 
 class JudgeClosed(JudgeError, RuntimeError):
@@ -53,7 +54,7 @@ class Reason(StrEnum):
 
 
 TOKENS_MAX = 1 << 53
-"""Servers report any token count; this bounds it to what every JSON reader can hold."""
+"""Cap on reported token counts. A server may report any number; every JSON reader can hold this one."""
 
 
 class Usage(msgspec.Struct, frozen=True, array_like=True):
@@ -74,7 +75,7 @@ class Scored(msgspec.Struct, frozen=True, tag="scored", omit_defaults=True):
     """The judge's reply, unchanged."""
     usage: Usage = Usage()
     parts: dict[str, float] = {}
-    """What the score is made of, by name: a rubric's criteria, or the other numbers of a reward function."""
+    """The parts of the score, by name: a rubric's criteria, or the other numbers of a reward function."""
     cached: bool = False
     """True if the score came from the cache and no call was made."""
     attempts: int = 1
@@ -113,7 +114,7 @@ class Skipped(msgspec.Struct, frozen=True, tag="skipped", omit_defaults=True):
 
     reason: str
     parts: dict[str, float] = {}
-    """The numbers that are known nevertheless."""
+    """The numbers that are known although there is no score."""
 
     status: ClassVar[Literal["skipped"]] = "skipped"
 
@@ -132,7 +133,8 @@ _SHOWN = {
 
 
 def plain_verdict(verdict: Verdict) -> dict[str, Any]:
-    """The status and the fields that files and replies show, as plain values. `parts` only if there are any."""
+    """Return the status and the fields that files and replies show, as plain values. `parts` is left out if it is
+    empty."""
     fields = {name: getattr(verdict, name) for name in _SHOWN[type(verdict)]}
     if not fields.get("parts", True):
         del fields["parts"]

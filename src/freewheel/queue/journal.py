@@ -99,7 +99,7 @@ class Failed(msgspec.Struct, frozen=True):
 
     ticket: Ticket
     kind: str | None
-    """`failures.Kind`; None if it costs no budget: a stale group, a ticket that nobody received ("lost"). A ticket lost
+    """`ledger.Kind`; None if it costs no budget: a stale group, a ticket that nobody received ("lost"). A ticket lost
     with a dead replica has a kind, because its prompt may have killed the replica."""
     reason: str
     detail: str
@@ -237,6 +237,7 @@ _SCHEMA = (
     "CREATE TABLE groups (sequence INTEGER PRIMARY KEY, ordinal INTEGER NOT NULL, attempt INTEGER NOT NULL,"
     " min_version INTEGER NOT NULL, wall_s REAL NOT NULL, crc INTEGER NOT NULL, data BLOB NOT NULL)",
 )
+"""The journal's schema. Bodies are msgpack of the structs below, `data` is an `EncodedGroup`."""
 _CHECKED_TABLES = ("meta", "steps", "history", "failures", "abandoned")
 """Small tables whose pages are checked on opening. A group hidden by damage is generated again, at worst."""
 _GROUP_COLUMNS = "sequence, ordinal, attempt, min_version, wall_s, crc, data"

@@ -7,8 +7,8 @@
     synchronizer ─ confirm_published ─▶ room      (never waits)
 
 Plain asyncio on one event loop: calls interleave only where a method awaits. Every wait is bounded by the caller's
-`wait_s`. An empty answer means "not yet"; the caller asks again. Every call may arrive twice, because a caller that met
-a dead queue repeats the call to its successor. `Restored` has what the dead queue wrote.
+`wait_s`. An empty answer means "not yet"; the caller asks again. Every call may arrive twice: if the queue dies, the
+caller repeats the call to its successor. `Restored` has what the dead queue wrote.
 
 The decisions are made by `StalenessPolicy` and `Ledger`. Groups stay the bytes in which they arrived. Without a journal
 everything counts as written at once, and the queue lives in memory.
@@ -52,11 +52,11 @@ T = TypeVar("T")
 
 RETRY_DELAY_S, LONGEST_RETRY_DELAY_S = 1.0, 30.0
 """Delay before a prompt is attempted again after an engine or a reward service failed. It doubles with each attempt, so
-that an outage of half a minute does not spend the prompt's budget in seconds."""
+that an outage of half a minute does not use up a prompt's attempts within seconds."""
 COMPACTION_WAIT_S = 10.0
 """Longest wait for a compaction of the journal. Nobody needs its result, and it continues in the background."""
 MEMORY_WARNING_BYTES = 4 << 30
-"""Groups of a few KB never reach this: a queue with so many bytes has very long responses and a slow trainer."""
+"""Groups of a few KB never reach this. It takes very long responses and a slow trainer."""
 SEQUENCES_RESERVED = 1024
 """Sequence numbers reserved by one journal row: one row per second at a thousand groups per second. A restart skips at
 most this many numbers."""
@@ -140,7 +140,7 @@ class MessageQueue:
     async def admit(self, replica: str, *, want: int, load: int, wait_s: float, holding: Collection[int]) -> Admission:
         """Issue up to `want` tickets to `replica`, which has `load` groups in generation and the sequences `holding`.
 
-        A replica asks once at a time: issued tickets that are missing in `holding` count as lost.
+        A replica has at most one call open. Tickets issued to it that are not in `holding` count as lost.
         """
         request = TicketRequest(replica, want, load)
         self._reclaim_lost(request, holding)
@@ -150,7 +150,8 @@ class MessageQueue:
             await self._changed.until(lambda: bool(request.tickets) or self.finished, wait_s)
         except asyncio.CancelledError:
             request.want = 0
-            for ticket in request.tickets:  # nobody will read them, and a live replica would hold their slots forever
+            # nobody will read them, and as the replica is alive, nothing else would free their slots
+            for ticket in request.tickets:
                 self._write(self._retry(ticket, "lost"))
             self._wake()
             raise
@@ -159,8 +160,8 @@ class MessageQueue:
         return Admission(request.tickets, closed=self.finished)
 
     def _reclaim_lost(self, request: TicketRequest, holding: Collection[int]) -> None:
-        """The replica asks again, so it will not hear the answer to an earlier call. Move the tickets of a call that
-        still waits to this one. Issue tickets again that were sent but are not held: they were lost on the way."""
+        """A replica that asks again ignores the answer to its earlier call. If that call still waits, move its tickets
+        to this one. Issue tickets again that were sent but are not held: they were lost on the way."""
         for earlier in self._requests:
             if earlier.replica == request.replica:
                 earlier.want = 0
@@ -302,8 +303,8 @@ class MessageQueue:
     # -- trainer ------------------------------------------------------------------------------------------------------
 
     async def begin(self, step: int) -> None:
-        """A trainer starts that has trained `step` steps. Groups that another trainer took and did not commit are ready
-        again."""
+        """A trainer starts after `step` trained steps. Groups that an earlier trainer took but did not commit become
+        ready again."""
         assert step <= self.step, f"a trainer begins after step {step}, and only {self.step} are committed"
         for taken in sorted(self._steps):
             await self.give_back(taken)
@@ -344,7 +345,8 @@ class MessageQueue:
     def _fill(self, step: int) -> bool:
         """Select the groups that `step` lacks if that is possible. Returns whether the step is whole.
 
-        Steps are filled in order, each only when all earlier ones are whole: a later step must not get older groups.
+        Steps are filled in order: a step gets groups only when all earlier steps are whole. So a later step never gets
+        older groups than an earlier one.
         """
         self._update_exhausted()
         one = self._steps.get(step)
@@ -369,7 +371,7 @@ class MessageQueue:
         return step in self._steps and not self._steps[step].missing
 
     def _write_step(self, step: int, events: Iterable[Event] = ()) -> None:
-        """`events` tell the journal what became of groups that the step had."""
+        """`events` are written in the same transaction; they say what happened to groups that left the step."""
         one = self._steps[step]
         took = Took(step, tuple(self._tickets[sequence] for sequence in one.sequences), one.missing)
         one.written = self._write(*events, took)
@@ -429,14 +431,14 @@ class MessageQueue:
         return await self._read("frontier", step, frontier_at, wait_s)
 
     async def confirm_checkpoint(self, step: int, *, wait_s: float = COMPACTION_WAIT_S) -> None:
-        """No resume will go back before `step`. The journal drops groups that were trained up to it, now or after a
-        later checkpoint."""
+        """No trainer will resume from a step before `step`. The journal drops groups that were trained up to it, now or
+        after a later checkpoint."""
         assert step <= self.step, f"step {step} is not committed"
         if self._journal is not None and step > self._base:
             await self._once("compaction", step, partial(self._compact, self._journal, step), wait_s)
 
     async def _compact(self, journal: JournalWriter, step: int) -> None:
-        try:  # ahead of writes that wait for room, because it can free the room
+        try:  # runs before writes that wait for disk space, because it can free the space
             await journal.read(partial(_compact_until, step=step, keep_groups=self._keep_groups), makes_room=True)
         except Exception as error:
             if not is_temporary(error) and not isinstance(error, JournalClosed):
@@ -475,8 +477,8 @@ class MessageQueue:
         self._wake()
 
     async def complete_version(self, *, wait_s: float) -> int | None:
-        """The run ends between two versions: the steps since the last version become one. Returns it, None if that is
-        not durable yet."""
+        """The run ends in the middle of a version: make a version of the steps since the last one. Returns it, None if
+        that is not durable yet."""
         if self.policy.version_is_partial and self._completing is None:
             event = Committed(self.step, self.policy.version + 1, self._last_commit_s)
             self._completing = self._write(event, on_durable=partial(self._finish_version, event))
@@ -489,7 +491,7 @@ class MessageQueue:
         self._versions[event.step] = self.policy.complete_version()
 
     async def wait_settled(self, *, wait_s: float) -> bool:
-        """Wait until nothing is in progress and nothing more is admitted under the weights that engines hold."""
+        """Wait until no group is in progress and none can be admitted before the engines get new weights."""
 
         def is_settled() -> bool:
             self._update_exhausted()
@@ -563,8 +565,8 @@ class MessageQueue:
         self._write(Abandoned(ticket.ordinal, ticket.attempt, reason, time.time()))
 
     def _retry(self, ticket: Ticket, reason: str) -> Event:
-        """Issue the prompt again at no cost: the attempt was stale or lost, which is not the prompt's fault. Returns
-        the event for the journal."""
+        """Issue the prompt again without charging its budget: the attempt was stale or lost, which is not the prompt's
+        fault. Returns the event for the journal."""
         self._release(ticket.sequence, reason)
         self.ledger.retry(ticket.ordinal, reason)
         return Failed(ticket, None, reason, "", time.time())

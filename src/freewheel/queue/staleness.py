@@ -11,16 +11,16 @@ With Q = groups per weight version (groups per step × steps per version), T the
 
 **Bound.** A group's lag when it is trained is at most T + ⌈(W − 1) / Q⌉. Proof: let the group be admitted with sequence
 s while all engines hold version u, and trained at version v. The (v − u)·Q groups of versions u+1 … v were taken before
-it. Each of them was alive at the admission (at most (T + 1)·Q − 1 others are) or was admitted later. Of the later ones
-at most W − 1 can be taken first, because h ≤ s until the group itself is taken. So (v − u)·Q ≤ (T + 1)·Q − 1 + W − 1,
-and therefore v − u ≤ T + ⌊(Q − 1 + W − 1) / Q⌋, which is the bound. The proof needs steps of exactly P groups: shorter
-ones would raise v with fewer groups.
+it. Each of them was alive at the admission or was admitted later. At most (T + 1)·Q − 1 others were alive then. Of the
+later ones at most W − 1 can be taken first, because h ≤ s until the group itself is taken. So (v − u)·Q ≤ (T + 1)·Q − 1
++ W − 1, and therefore v − u ≤ T + ⌊(Q − 1 + W − 1) / Q⌋, which is the bound. The proof needs steps of exactly P groups:
+shorter ones would raise v with fewer groups.
 
 **After a restart** (`PolicyState`) the bound still holds, because it only depends on the groups alive at an admission
 and on the order of sequences. Groups keep their sequences, later ones get higher ones, and a trained group holds its
 slot until its version is known to be published. While that is unknown (`published` None), nothing is admitted. Skipped
-numbers count in the window, because the restored policy does not know which sequences were taken before. A sequence
-that was given up and lives again is the exception: `Bounds.find_stale` catches it.
+numbers count in the window, because the restored policy does not know which sequences were taken before. One case can
+exceed the bound: a sequence that was given up and is alive again after a restart. `Bounds.find_stale` catches it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Bounds:
     max_alive: int
     """A second bound on groups alive (`max_queue_size`)."""
     max_lag_allowed: int
-    """Checked again when a group is trained: after a crash it may be older than the bound."""
+    """The largest lag a group may have when it is trained. After a crash a group may exceed the bound."""
     min_batches: int = 1
     drain: bool = False
     """Weights change only when nothing is in progress."""
@@ -57,7 +57,7 @@ class Bounds:
 
     @property
     def in_turns(self) -> bool:
-        """Whether nothing is generated while a version is trained, whatever the mode is called."""
+        """Whether generation and training take turns (T = 0), in any mode."""
         return self.threshold == 0
 
     @property
@@ -66,7 +66,8 @@ class Bounds:
 
     @property
     def most_ready(self) -> int:
-        """Most groups that can be ready at once: the earlier steps of an unfinished version hold their slots."""
+        """Most groups that can be ready at once. Earlier steps of an unfinished version still hold slots, so these are
+        subtracted."""
         return self.capacity - self.groups_per_step * (self.steps_per_version - 1)
 
     def find_stale(self, min_versions: Sequence[int], version: int) -> list[int]:
@@ -153,9 +154,9 @@ class StalenessPolicy:
 
     @property
     def _excess(self) -> int:
-        """Groups by which the version in progress exceeds the room for its remaining steps. After a resume it may have
-        more steps than usual, and without this allowance it would never complete. The bound still holds: the groups are
-        alive, and trained in a version that counts."""
+        """Extra groups to admit after a resume. The version in progress may then have more steps than usual. Its
+        trained groups leave too little room for the next step, so without these it would never complete. The bound
+        still holds: the groups are alive, and trained in a version that counts."""
         partial = self._held.get(self.version + 1, 0)
         return max(0, partial - (self.bounds.groups_per_version - self.bounds.groups_per_step))
 
@@ -202,7 +203,7 @@ class StalenessPolicy:
         return chosen
 
     def _eligible(self, wanted: int) -> list[int]:
-        """Return the first groups, at most `wanted`, each of which may be taken if those before it are."""
+        """Return up to `wanted` groups, oldest first. Each may be taken once those before it are taken."""
         found: list[int] = []
         if len(self._ready) < wanted:
             return found
@@ -219,7 +220,7 @@ class StalenessPolicy:
     @property
     def _ending(self) -> bool:
         """No more groups will be admitted."""
-        # What is left is below 0 if a group that was given up lives again after a restart.
+        # `_left_to_admit` is negative if a group that was given up is alive again after a restart.
         return self.exhausted or (self.bounds.total_groups is not None and self._left_to_admit <= 0)
 
     @property

@@ -4,7 +4,8 @@
     prompt ─▶ the user's hook ───────────┴─▶ (index, Response) … ─▶ generate_and_score ─┬─▶ score(index, Response)
                                                                                         └─▶ [Response] when all ended
 
-A new way to generate, such as an environment with several turns, is one more source of (index, Response).
+To generate in another way, such as an environment with several turns, write an async iterator of (index, Response) for
+`generate_and_score`.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from freewheel.rollout.engine import GenerationRequest, SamplingParams
 
 
 def sample_seed(run_seed: int, ordinal: int, sample: int) -> int:
-    """Return the 64-bit seed of one response; the engine adds the token's index. It depends on what is sampled and not
-    on when, so a run samples the same responses in any order of its work."""
+    """Return the 64-bit seed of one response; the engine adds the token's index. It depends only on the run's seed, the
+    prompt and the sample, so the order of work does not change the responses."""
     text = f"{run_seed}/{ordinal}/{sample}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
 

@@ -1,4 +1,4 @@
-"""`Rollouter`: generates without end, scores, and puts whole groups into the queue.
+"""`Rollouter`: generates continuously, scores responses, and puts whole groups into the queue.
 
     admit ─▶ ticket ─▶ prompt ─▶ engine ─▶ response, response, … ─▶ reward stage ─▶ group ─▶ outbox ─▶ put
       │ waits for: room                        each scored as it ends   │ waits for: rewards      │ until it is stored
@@ -6,8 +6,8 @@
     capacity: responses in generation       a response in scoring holds no generation capacity
 
 New weights arrive in the middle of generation (`load_weights`); each token carries the version that made it. A failed
-attempt is reported with its kind, and the queue decides whether the prompt is attempted again. The rollouter holds a
-ticket (`tickets`) until the queue has confirmed its end, so that a successor of the queue can learn of it. Runs on one
+attempt is reported with its kind, and the queue decides whether the prompt is attempted again. The rollouter keeps each
+ticket in `tickets` until the queue confirms its end. If the queue restarts, its successor reads that list. Runs on one
 event loop.
 
 The planner simulates a rollouter with the same `Lookahead` and `PUT_LINGER_S`.
@@ -41,12 +41,13 @@ from freewheel.utils.waiting import unless_stopped, wait_for_event
 log = logging.getLogger("freewheel.rollout")
 
 ADMIT_WAIT_S = 5.0
-"""A request for room is repeated this often, so that the loss of the queue is noticed."""
+"""How long one request for tickets waits. It is then repeated, to notice a dead queue."""
 HOOK_TIMEOUTS = 20
-"""A hook may take this many times `async_training.generation_timeout` (30 s: ten minutes) for one group. That key
-limits the time without a new token, and a hook has several turns with tools between them."""
+"""A hook may take up to this many times `async_training.generation_timeout` per group (with 30 s: ten minutes). That
+key limits the time without a new token, but a hook may run several turns with tools between them."""
 LOOKAHEAD = 2.0
-"""Groups to admit, in units of what the engine runs at a time. The engine must not run dry between two admissions."""
+"""How many groups to hold admitted, as a multiple of what the engine runs at a time. The engine must not run dry
+between two admissions."""
 PUT_LINGER_S = 0.05
 """Groups that finish within this time share a message: a message costs more than a group."""
 PUT_WAIT_S = 5.0
@@ -56,7 +57,7 @@ PUT_RETRY_S = 0.5
 
 
 class Rollouter:
-    """Keeps its engine busy while there is room, and brings every ticket to exactly one end.
+    """Keeps its engine busy while there is room, and ends every ticket exactly once.
 
     Subclass it and override `_custom_generation_logic` to generate in another way (tools, several turns).
     """
@@ -279,7 +280,8 @@ class Rollouter:
             yield index, response
 
     async def _call_hook(self, batch: Any) -> Any:
-        """Call a plain function in a thread: while it computes, weights arrive and other groups continue."""
+        """Call a plain function in a thread, so that weights can arrive and other groups can continue while it
+        computes."""
         hook = self._custom_generation_logic
         result = hook(batch) if inspect.iscoroutinefunction(hook) else await asyncio.to_thread(hook, batch)
         return await result if inspect.isawaitable(result) else result
@@ -299,7 +301,7 @@ class Rollouter:
     def _custom_generation_logic(self, batch: Any) -> Any:
         """Hook, called only if it is overridden. `batch`: a DataProto with the prompt, repeated n times.
 
-        Returns (or awaits to) a DataProto of n rows with `responses`, `response_mask` and `rollout_log_probs`.
+        Returns a DataProto of n rows, or an awaitable of one with `responses`, `response_mask` and `rollout_log_probs`.
         `self.engine` generates. A hook that is not `async` runs in threads, for several groups at a time.
         """
         raise NotImplementedError
@@ -374,7 +376,7 @@ class Lookahead:
 
     @property
     def has_room(self) -> bool:
-        """Whether the engine has free slots, or would have none waiting for the next slots."""
+        """Whether fewer groups are unfinished than the engine runs at a time."""
         return self.load < self.capacity
 
 

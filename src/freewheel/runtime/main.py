@@ -5,8 +5,9 @@
             a component that died, is silent or stalls ─▶ restarted, while its budget lasts
     end:    the trainer's loop ended ─▶ export ─▶ queue closed ─▶ everything released, whatever happened before
 
-It waits for the components' loops; each look is bounded. The trainer's end, a component's death, Ctrl-C, SIGTERM and
-`request_stop` unblock it. A component that raises an error ends the run. In that case the trainer first finishes its
+It waits for the components' loops to end, and each look at them takes a bounded time. SIGTERM, Ctrl-C and
+`request_stop` finish the step, save and end the run; a second one ends it at once. The wait also ends when the trainer
+ends or a component dies. A component that raises an error ends the run. In that case the trainer first finishes its
 step and saves.
 """
 
@@ -52,7 +53,8 @@ LOOK_EVERY_S = 1.0
 ANSWER_S = 5.0
 """Longest time that a look waits for an answer. A later answer is used by a later look."""
 SILENT_QUESTIONS = 3
-"""Unanswered questions in a row, over `recovery.silent_s`, that make a component silent. One may get lost."""
+"""A component is silent after this many unanswered questions in a row, asked over `recovery.silent_s`. One question may
+get lost."""
 STOP_S = 10.0
 """Longest time for a component to close when a run ends."""
 SAVE_S = 120.0
@@ -60,7 +62,7 @@ SAVE_S = 120.0
 _PATIENCE = 10
 """A run without any progress for this many generation or batch timeouts is stuck."""
 _TRAINER_ROWS, _SYNC_ROWS = "rows", "syncs"
-"""Names of the questions for rows, next to one question for statistics to each component."""
+"""Names of the two questions that ask for rows. Every component is also asked for its statistics."""
 
 
 class FullyAsyncMain:
@@ -140,7 +142,7 @@ class FullyAsyncMain:
         with ExitStack() as stack:
             try:
                 stack.enter_context(RunLock(self.run_dir))
-                with ExitStack() as unused:  # the recorder closes the sinks of a run that starts
+                with ExitStack() as unused:  # closes the sinks if the start fails; otherwise the recorder closes them
                     sinks = self._open_sinks()
                     for sink in sinks:
                         unused.callback(sink.close)
@@ -235,7 +237,8 @@ class FullyAsyncMain:
                 loop.remove_signal_handler(number)
 
     def _interrupt(self) -> None:
-        """The first time: finish the step and save. The second time: end now. While closing: stop waiting."""
+        """SIGTERM or Ctrl-C. The first finishes the step and saves, the second ends the run now. While closing: stop
+        waiting."""
         self._interrupts += 1
         if self._working.done():
             self._hurry.set()
@@ -324,7 +327,8 @@ class FullyAsyncMain:
         stats: dict[str, Any] = {}
         rows: list[Any] = []
         syncs: list[dict[str, Any]] = []
-        for _ in range(2 if last and self._poller.is_waiting else 1):  # answers to old questions are not the latest
+        # the first poll may only return answers to earlier questions: ask a second time
+        for _ in range(2 if last and self._poller.is_waiting else 1):
             found = await self._poller.poll(self._questions(), wait_s=ANSWER_S, late=last)
             rows += found.pop(_TRAINER_ROWS, None) or []
             syncs += found.pop(_SYNC_ROWS, None) or []
@@ -345,12 +349,12 @@ class FullyAsyncMain:
         questions: dict[str, Callable[[], Any]]
         questions = {name: partial(self._ask, name, "stats", deadline_s) for name in answering}
         for name, question in (("trainer", _TRAINER_ROWS), ("sync", _SYNC_ROWS)):
-            if name in answering:  # with a long deadline: rows are given out once
+            if name in answering:  # with a long deadline: rows are handed out only once, so a missed answer loses them
                 questions[question] = partial(self._ask, name, "rows", START_S)
         return questions
 
     async def _ask(self, name: str, method: str, deadline_s: float) -> Any:
-        """Return the answer, or None of a dead component."""
+        """Return the answer, or None if the component is dead."""
         try:
             return await call(self._supervisor.handles[name], method, deadline_s=deadline_s)
         except RayActorError:
@@ -382,7 +386,7 @@ class FullyAsyncMain:
 
     @property
     def _patience_s(self) -> float:
-        """Longer than anything may take that shows no progress."""
+        """Longer than any operation may take without showing progress."""
         a, reward = self.config.async_training, self.config.reward
         hook_s = HOOK_TIMEOUTS * a.generation_timeout if self.config.rollout.rollouter_class else 0.0
         return _PATIENCE * max(a.batch_timeout, a.generation_timeout) + 2 * reward.timeout_s + hook_s

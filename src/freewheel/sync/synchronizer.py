@@ -304,7 +304,7 @@ class ParameterSynchronizer:
         """Return the number of engines that took the version. 0: given up in favour of a later one."""
         while True:
             try:
-                loaded = await self._load_all(pending)
+                loaded = await self._load_and_publish(pending)
             except WeightsGone as error:
                 log.warning(
                     "Parameter sync: version %d is gone with its trainer (%s); version %d serves until it is resent",
@@ -337,7 +337,7 @@ class ParameterSynchronizer:
             except TimeoutError:
                 return False
 
-    async def _load_all(self, pending: _Pending) -> int:
+    async def _load_and_publish(self, pending: _Pending) -> int:
         """Bring the version to all replicas once, and publish it if any of them has it then. Returns how many have it.
         Raises `WeightsGone`."""
         async with self._loading:

@@ -1,8 +1,8 @@
 """Objects that a setting names: a built-in name such as `grpo`, or the user's `module:name`.
 
-    LOSSES = Registry({"policy": "freewheel.trainer.losses:policy_loss"}, example="my_losses:cispo")
+    LOSSES = Registry({"ppo_clip": "freewheel.trainer.losses:ppo_clip"}, example="my_losses:cispo")
 
-    LOSSES.find("algorithm.loss", "policy")           # built in
+    LOSSES.find("algorithm.loss", "ppo_clip")         # built in
     LOSSES.find("algorithm.loss", "my_losses:cispo")  # imported
 
     with kept_in_memory({"score": score}):             # an object that no file has: a lambda, a notebook's function

@@ -7,7 +7,7 @@ load(split, path) ─▶ rows ─▶ render(row, tokenizer) ─▶ Prompt ─▶
     task = get_task("gsm8k")             # built in
     task = get_task("my_package:task")   # your own: any object with the attributes of `Task`
 
-The rest of freewheel knows a task only by this protocol.
+The rest of freewheel uses a task only through this protocol.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Task(Protocol):
 
     def load(self, split: str, path: str | Path | None = None, *, limit: int | None = None) -> Sequence[Row]:
         """Return the rows of a split in a fixed order, each with the fields of a sample. Without a path, return the
-        data that the task brings."""
+        data that ships with the task."""
 
     def render(self, row: Row, tokenizer: TokenizerLike, rendering: Rendering = ...) -> Prompt:
         """Return the prompt of a row. Must be a pure function of its arguments: a resumed run renders a prompt again
@@ -60,7 +60,7 @@ TASKS: Registry[Task] = Registry(
     },
     example="my_tasks:task",
 )
-"""The values of `data.task`. To add a built-in task, write one file and one line here."""
+"""The values of `data.task`. To add a task, write one file and one line here, or name your own `module:name`."""
 
 
 def get_task(name: str) -> Task:

@@ -1,4 +1,4 @@
-"""`rows`: data that has the form of samples, such as verl's Parquet files, scored by the rule of its `data_source`.
+"""`rows`: data that already consists of samples, such as verl's Parquet files. The rule of its `data_source` scores it.
 
     {"prompt": text | messages, "data_source": …, "reward_model": {"ground_truth": …}}
 
@@ -28,7 +28,7 @@ class Rows:
 
     def load(self, split: str, path: str | Path | None = None, *, limit: int | None = None) -> list[Row]:
         if path is None:
-            raise ConfigError("data.train", None, "the task rows has no data itself: give a file, a folder or a hub id")
+            raise ConfigError("data.train", None, "the task rows ships no data: give a file, a folder or a hub id")
         found: list[Row] = []
         for index, row in enumerate(load_rows(path, split=split, limit=limit)):
             try:

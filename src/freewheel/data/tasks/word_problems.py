@@ -4,8 +4,8 @@
 
 The base model (`model_path`, made by scripts/make_base_checkpoint.py) usually guesses an answer such as `#21`, and
 sometimes writes the steps. The reward is for the right number only, so reinforcement learning discovers that steps
-help. The number combinations of the `test` split occur in no demonstration and in no prompt of `train`, so a score
-there does not measure memory.
+help. The number combinations of the `test` split occur in no demonstration and in no prompt of `train`, so a score on
+`test` does not measure memorization.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ class Problem:
 
     @property
     def held_out(self) -> bool:
-        """Decided by a hash of the numbers: the same on every machine, whatever is added to the task later."""
+        """Whether the problem is in `test`. A hash of the numbers decides, so it is the same on every machine, even if
+        the task grows later."""
         name = f"{self.template.name} {self.a} {self.b} {self.c}"
         return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4]) % HELD_OUT == 0
 
@@ -180,7 +181,7 @@ class WordProblems:
         return render(row, tokenizer, rendering)
 
     def score(self, response: str, row: Row, *, finish: Finish = "stop") -> Scored:
-        """Score a response. One that was cut off may not have finished writing its number."""
+        """Score a response. If it was cut off, its number may be incomplete, and the score is 0."""
         if finish == "length":
             return NO_ANSWER
         return score(response, row["reward_model"]["ground_truth"], row.get("extra_info") or {})

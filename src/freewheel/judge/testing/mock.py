@@ -2,11 +2,11 @@
 
     async with MockJudge(profile) as judge:                 on the current loop
     with MockJudge(profile).in_thread() as judge:           for synchronous callers
-    with MockJudge(profile).in_process() as judge:          when its CPU time must not be the caller's
+    with MockJudge(profile).in_process() as judge:          when it must not use CPU time of the caller's process
     serve(profile)                                          a separate program: `freewheel mock-judge`
 
-Each `judge` is a `RunningJudge`. A child process is read over HTTP, gets its profile as a line on stdin, answers with
-its address on stdout, and ends with its parent.
+Each `judge` is a `RunningJudge`. A child process gets its profile as a line on stdin, prints its address on stdout, and
+ends with its parent. Its counts are read over HTTP.
 
     aiohttp's low-level server ──▶ _Epoch.decide ──▶ _Epoch.serve ──▶ the reply: whole, cut or dripped
 
@@ -64,17 +64,17 @@ _DEFAULT_MODEL = "mock-judge"
 CHAT_PATH = "/chat/completions"
 
 _START_TIMEOUT_S = 60.0
-"""Imports on a busy machine are slow."""
+"""How long the judge's thread may take to start: imports on a busy machine are slow."""
 _STOP_TIMEOUT_S = 10.0
 """How long the end of a context waits for the judge's thread."""
 _CALL_TIMEOUT_S = 30.0
-"""For reading counts from a judge that is busy answering."""
+"""How long reading counts from a busy judge may take."""
 _CLOSE_GRACE_S = 5.0
 """How long a shutdown waits for aborted connections, which need a few turns of the loop."""
 _BACKLOG = 4096
 """Connections that may wait to be accepted: a client that opens a thousand at once must not lose one by chance."""
 _DRIP_PIECES = 16
-"""The most pieces of a dripping body."""
+"""Most pieces into which a dripping body is split."""
 _MILLISECOND_S = 0.001
 """uvloop rounds its timers to this. A timer that fires early would have to be set again."""
 
@@ -104,10 +104,10 @@ class _Epoch(Behaviour):
         self.requests: set[asyncio.Task[Any]] = set()
         """Admitted requests without a reply yet."""
         self.timers: list[asyncio.TimerHandle] = []
-        """One for each outage, from the first request on."""
+        """One for each outage, set at the first request."""
         self._sharing = ProcessorSharing(profile.knee)
         self._waiting: dict[int, asyncio.Future[None]] = {}
-        """By the ticket of a request in service."""
+        """A future for each request in service, by its ticket."""
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = inf
 
@@ -116,7 +116,7 @@ class _Epoch(Behaviour):
         return time.monotonic() / self.profile.time_scale
 
     async def serve(self, service_s: float) -> None:
-        """Wait for `service_s` of service. Cancelling returns the share."""
+        """Wait until the request has had `service_s` of service. If it is cancelled, the others get its share."""
         ticket = self._sharing.join(self.now(), service_s)
         future = self._waiting[ticket] = asyncio.get_running_loop().create_future()
         self._set_timer()
@@ -135,7 +135,7 @@ class _Epoch(Behaviour):
             timer.cancel()
 
     def _set_timer(self) -> None:
-        """One timer for all: it runs when the next request ends."""
+        """Set the one timer, which fires when the next request ends."""
         at = self._sharing.next_finish()
         if at == self._timer_at:
             return
@@ -164,7 +164,7 @@ class _JudgeServer(web.Server):
         self._epoch = _Epoch(profile)
 
     async def listen(self, host: str, port: int) -> int:
-        """Return the port; 0 takes a free one."""
+        """Start listening and return the port. Port 0 takes a free one."""
         loop = asyncio.get_running_loop()
         self._listener = await loop.create_server(self, host, port, backlog=_BACKLOG)
         bound: int = self._listener.sockets[0].getsockname()[1]
@@ -315,7 +315,7 @@ def _hang_up(request: web.BaseRequest, *, abort: bool = False) -> web.Response:
     transport = request.transport
     if transport is not None:
         (transport.abort if abort else transport.close)()
-    return web.Response()  # aiohttp wants one, and drops it where the connection is closed
+    return web.Response()  # aiohttp requires a response, and drops it if the connection is closed
 
 
 def _read(body: bytes) -> Ask | None:
@@ -329,11 +329,11 @@ def _read(body: bytes) -> Ask | None:
 
 
 class RunningJudge:
-    """A mock judge that is up, wherever it runs. This class itself reads one in another process over HTTP."""
+    """A running mock judge. This base class reads a judge in another process over HTTP."""
 
     def __init__(self, profile: JudgeProfile, host: str, port: int) -> None:
         self.profile = profile
-        """What it does now."""
+        """The current profile."""
         self.host = host
         self.port = port
 
@@ -366,7 +366,7 @@ class RunningJudge:
     def _ask(self, method: str, path: str, body: bytes = b"") -> bytes:
         """Return the server's reply at a path that is not chat completions."""
         request = urllib.request.Request(f"http://{self.host}:{self.port}{path}", data=body or None, method=method)
-        # The proxies of the environment are not for loopback.
+        # Ignore the proxies of the environment: they cannot reach loopback.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(request, timeout=_CALL_TIMEOUT_S) as reply:
             read: bytes = reply.read()
@@ -428,7 +428,7 @@ class MockJudge(RunningJudge):
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
             assert child.stdin is not None and child.stdout is not None
             try:
-                # By stdin, not by argument: a profile may hold a key, and arguments are public and limited in length.
+                # Send the profile by stdin: it may hold a key, and arguments are public and limited in length.
                 child.stdin.write(msgspec.json.encode((self.profile, self.host, self.port, os.getpid())) + b"\n")
                 child.stdin.flush()
                 url = child.stdout.readline().decode().strip()
@@ -436,7 +436,7 @@ class MockJudge(RunningJudge):
                     raise JudgeError("the mock judge's process ended before it was ready; its stderr says why")
                 yield RunningJudge(self.profile, self.host, urlsplit(url).port or 0)
             finally:
-                child.kill()  # it keeps nothing
+                child.kill()  # it has nothing to save
 
     def _ask(self, method: str, path: str, body: bytes = b"") -> bytes:
         server = self._server

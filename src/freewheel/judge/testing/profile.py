@@ -1,4 +1,4 @@
-"""What the mock judge does: its profile, its decision about each request, and its replies. No I/O; the clock is given.
+"""The behaviour of the mock judge: its profile, its decisions and its replies. No I/O; the caller passes the time.
 
     request ──▶ outage? ──▶ burst? ──▶ key, body, model, quota, length ──▶ in flight? ──▶ rates? ──▶ Plan
                   ▼           ▼                       ▼                        └──────┬──────┘
@@ -36,7 +36,7 @@ Headers = dict[str, str]
 
 
 class Fault(StrEnum):
-    """What goes wrong with an admitted request. Moving one would change every seeded plan."""
+    """The faults of admitted requests. Changing their order would change every seeded plan."""
 
     ERROR = "error"
     DISCONNECT = "disconnect"
@@ -53,18 +53,18 @@ SHARES = tuple(f"{fault}_share" for fault in Fault)
 """The fields of the faults, in the order in which they divide the unit interval."""
 
 _ROUNDING = 1e-9
-"""In binary, 0.1 + 0.2 + 0.7 is not exactly 1."""
+"""Tolerance for the sum of the shares: in binary, 0.1 + 0.2 is slightly more than 0.3."""
 
 
 class JudgeProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the mock judge treats requests. By default it answers everything correctly and at once."""
 
     seed: int = 0
-    """Latencies and faults are drawn from (seed, content, attempt): the order of arrival changes nothing. Only
-    requests that were let in are attempts."""
+    """Latencies and faults are drawn from (seed, content, attempt): the order of arrival changes nothing. Only admitted
+    requests count as attempts."""
 
     time_scale: Positive = 1.0
-    """Wall seconds per second of this profile, in headers too: 0.1 rehearses ten times faster."""
+    """Wall seconds per second of this profile, in headers too. With 0.1 everything runs ten times faster."""
 
     latency: Literal["fixed", "lognormal"] = "fixed"
     """Each request takes `latency_s`, or a lognormal time with that mean."""
@@ -77,7 +77,7 @@ class JudgeProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Throughput saturates here: with n in service, each progresses at the rate min(1, knee / n). None: never.
     Hanging and dripping requests are in flight but use no service."""
     reject_above: CountOrZero | None = None
-    """A request that finds this many in flight gets a 429 at once. None: all are let in."""
+    """A request that finds this many in flight gets a 429 at once. None: all are admitted."""
     retry_after_s: NotNegative | None = 1.0
     """`Retry-After` of a 429. A rate limit sends the exact wait instead. None: never send the header."""
 
@@ -200,7 +200,7 @@ class Content(msgspec.Struct, frozen=True):
 
 
 class Message(msgspec.Struct):
-    """One message of a chat. Its content may be a list of pieces, of which those with a text count."""
+    """One message of a chat. Its content may be a list of parts; only parts with a text count."""
 
     role: str
     content: str | list[dict[str, Any]] | None = None
@@ -348,7 +348,7 @@ _TWO_TO_53 = 2**53
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """A request is admitted."""
+    """An admitted request."""
 
     service_s: float
     """Time it needs when the judge is not crowded. A fault occurs after it; a hang needs no service."""
@@ -356,7 +356,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """A request is refused."""
+    """The reply to a request that is refused."""
 
     status: int
     body: bytes
@@ -394,7 +394,7 @@ class RateLimits:
                 self._limits[what] = Bucket(per_s, capacity, capacity, -inf)
 
     def admit(self, now: float, tokens: int) -> tuple[str, float] | None:
-        """None if the request may pass, which charges it; else the limit that is exceeded, and for how long.
+        """Charge the request to both limits and return None, or return the exceeded limit and the wait in seconds.
 
         A request above a bucket's capacity passes when the bucket is full.
         """
@@ -433,7 +433,8 @@ class Behaviour:
         return _is_inside(self.profile.outages, now - self._began)
 
     def decide(self, now: float, ask: Ask | None, authorization: str | None = None) -> Plan | Refusal | None:
-        """Decide about one request. `ask` is None if its body is no chat request. None: abort the connection."""
+        """Decide about one request. `ask` is None if the body is no chat request. Returns None if the connection must
+        be aborted."""
         counts = self.counts
         counts.received += 1
         self._began = min(self._began, now)
@@ -521,12 +522,12 @@ def _up_to_ms(seconds: float) -> str:
 
 
 class ProcessorSharing:
-    """Exact processor sharing: what a batching inference server does to its latencies past its knee.
+    """Exact processor sharing. It models the latencies of a batching inference server beyond its knee.
 
     With n requests in service, each progresses at the rate r = min(1, knee / n). Let virtual time V grow at the rate r.
-    A request that joins at V0 and needs s seconds of service then ends at V = V0 + s, whoever joins or leaves before.
-    A heap of those ends is all the state, and join, leave and finish cost O(log n). The caller supplies the time, which
-    must not run backwards.
+    A request that joins at V0 and needs s seconds of service then ends at V = V0 + s, no matter which others join or
+    leave before. A heap of those ends is all the state, and join, leave and finish cost O(log n). The caller supplies
+    the time, which must not run backwards.
     """
 
     def __init__(self, knee: float | None) -> None:
@@ -575,7 +576,7 @@ class ProcessorSharing:
         return self._now + (self._ends[0][0] - self._virtual) / self._rate() if self._ends else inf
 
     def _advance(self, now: float) -> None:
-        """Move to `now` from end to end, because each end changes the rate. A late caller loses no precision."""
+        """Advance to `now`, one end at a time, because each end changes the rate. A late call loses no precision."""
         while (ends_at := self._next_end()) <= now:
             self._virtual, ticket = heappop(self._ends)
             self._active.discard(ticket)
