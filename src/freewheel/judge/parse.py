@@ -8,10 +8,10 @@ Readers accept the forms that judges really send. They refuse an ambiguous or ou
 never guess.
 
 A claim is a number with a label (`Score: 7`, `最终评分 7`), in `\\boxed{}`, as a fraction of the highest score,
-`7/10`, alone on its line, or at the start or the end of the reply. Some claims can contradict a score but never make one:
-quoted ones, ones that the judge only reports ("the response says Score: 10"), and ones whose label names something else
-(`Answer: 7`). So the author of the response cannot supply the score, and an answer that the judge repeats is not taken
-for one. Every step is linear in the text.
+`7/10`, alone on its line, or at the start or the end of the reply. Some claims can contradict a score but never make
+one: quoted ones, ones that the judge only reports ("the response says Score: 10"), and ones whose label names something
+else (`Answer: 7`). So the author of the response cannot supply the score, and an answer that the judge repeats is not
+taken for one. Every step is linear in the text.
 """
 
 from __future__ import annotations

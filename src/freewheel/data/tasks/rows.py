@@ -28,7 +28,7 @@ class Rows:
 
     def load(self, split: str, path: str | Path | None = None, *, limit: int | None = None) -> list[Row]:
         if path is None:
-            raise ConfigError("data.train", None, "the task rows ships no data: give a file, a folder or a hub id")
+            raise ConfigError("data.train", None, "the task rows has no data: give a file, a folder or a hub id")
         found: list[Row] = []
         for index, row in enumerate(load_rows(path, split=split, limit=limit)):
             try:
