@@ -17,8 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from freewheel.judge.cache import CACHE_FILE, MemoryCache
-from freewheel.judge.store import CachedReply, Store
+from freewheel.judge.cache import CACHE_FILE, CachedReply, MemoryCache, Store
 
 TEXT_BYTES = 600
 LOOKUP_KEYS = 256

@@ -19,9 +19,8 @@ from typing import Any
 import pytest
 
 from freewheel.judge import Judge, JudgeConfig, JudgeRequest, Verdict
-from freewheel.judge.cache import CACHE_FILE
+from freewheel.judge.cache import CACHE_FILE, Store
 from freewheel.judge.engine import Engine
-from freewheel.judge.store import Store
 from freewheel.judge.testing import JudgeProfile, MockJudge, RunningJudge
 
 from .stores import MIB, Clock, OpenStore

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from freewheel.judge.store import CachedReply, Store
+from freewheel.judge.cache import CachedReply, Store
 
 MIB = 2**20
 NOW = 1_800_000_000.0

@@ -8,8 +8,7 @@ import re
 import pytest
 
 from freewheel.judge.parse import Unparseable, make_reader
-from freewheel.judge.prompt import CODE_HEX_DIGITS, PromptBuilder
-from freewheel.judge.request import JudgeRequest
+from freewheel.judge.request import CODE_HEX_DIGITS, JudgeRequest, PromptBuilder
 from freewheel.judge.rubric import ANNOUNCE, BUILTIN
 
 from .attacks import ATTACKS

@@ -16,10 +16,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from freewheel.judge import JudgeConfig, Usage
-from freewheel.judge import store as store_module
-from freewheel.judge.cache import CACHE_FILE, MemoryCache, ReplyCache, cache_dir
+from freewheel.judge import cache as cache_module
+from freewheel.judge.cache import CACHE_FILE, CachedReply, CacheUnusableError, MemoryCache, ReplyCache, Store, cache_dir
 from freewheel.judge.outcome import Reply
-from freewheel.judge.store import CachedReply, CacheUnusableError, Store
 
 from .stores import MIB, NOW, Clock, OpenStore, fill, key, present, reply, warnings_in
 
@@ -100,7 +99,7 @@ def test_a_put_is_found_at_once_and_soon_by_others_and_the_last_of_two_wins(tmp_
 
 
 def test_a_put_during_the_write_of_its_key_is_written_next(opened: OpenStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, write = opened(), store_module._write
+    store, write = opened(), cache_module._write
     late = [CachedReply("second")]
 
     def write_and_put(*arguments: Any) -> None:
@@ -108,7 +107,7 @@ def test_a_put_during_the_write_of_its_key_is_written_next(opened: OpenStore, mo
         if late:
             store.put(key(1), late.pop())
 
-    monkeypatch.setattr(store_module, "_write", write_and_put)
+    monkeypatch.setattr(cache_module, "_write", write_and_put)
     store.put(key(1), CachedReply("first"))
     assert store.flush()
     assert opened().get_many([key(1)]) == {key(1): CachedReply("second")}
@@ -215,7 +214,7 @@ def test_reading_the_same_entries_again_and_again_does_not_write(path: Path, ope
 def test_replies_waiting_for_a_disk_are_bounded_and_the_oldest_are_dropped(
     tmp_path: Path, opened: OpenStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "WAITING_MAX_BYTES", MIB)
+    monkeypatch.setattr(cache_module, "WAITING_MAX_BYTES", MIB)
     (tmp_path / "file").write_text("in the way of a directory")
     store = opened(path=tmp_path / "file" / CACHE_FILE)
     for name in range(10_000):

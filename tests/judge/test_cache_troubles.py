@@ -20,9 +20,8 @@ from typing import Any
 
 import pytest
 
-from freewheel.judge import store as store_module
-from freewheel.judge.cache import CACHE_FILE
-from freewheel.judge.store import ASIDES_MAX, CacheFile, CacheUnusableError, Store
+from freewheel.judge import cache as cache_module
+from freewheel.judge.cache import ASIDES_MAX, CACHE_FILE, CacheFile, CacheUnusableError, Store
 from freewheel.utils.sqlite import Trouble, diagnose
 
 from .stores import MIB, OpenStore, fill, key, present, reply, warnings_in
@@ -30,7 +29,7 @@ from .stores import MIB, OpenStore, fill, key, present, reply, warnings_in
 PROGRAM = """
 import hashlib, os, random, sys, threading
 from pathlib import Path
-from freewheel.judge.store import CachedReply, Store
+from freewheel.judge.cache import CachedReply, Store
 
 def key(name): return hashlib.sha256(str(name).encode()).digest()
 store = Store(Path(sys.argv[1]), max_bytes=1 << 28, ttl_s=None)
@@ -230,19 +229,19 @@ class SmallDisk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, pages: int) -> None:
         self.is_full = True
-        connect = store_module.connect
+        connect = cache_module.connect
 
         def limited(path: Path, *, settings: Any, **options: Any) -> sqlite3.Connection:
             limit = [f"max_page_count = {pages}"] if self.is_full else []
             return connect(path, settings=[*settings, *limit], **options)
 
-        monkeypatch.setattr(store_module, "connect", limited)
+        monkeypatch.setattr(cache_module, "connect", limited)
 
 
 def test_a_full_disk_gives_one_warning_reads_continue_and_writes_resume(
     opened: OpenStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "RETRY_AFTER_S", 0.3)
+    monkeypatch.setattr(cache_module, "RETRY_AFTER_S", 0.3)
     disk = SmallDisk(monkeypatch, 120)
     store = opened()
     fill(store, range(100), size=600)
@@ -299,7 +298,7 @@ def test_the_writers_thread_starts_when_the_store_opens_and_without_one_close_wr
 def test_a_file_in_place_of_the_directory_leaves_the_store_in_memory_until_it_is_gone(
     path: Path, opened: OpenStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "RETRY_AFTER_S", 0.5)
+    monkeypatch.setattr(cache_module, "RETRY_AFTER_S", 0.5)
     path.parent.write_text("in the way")
     store = opened()
     store.put(key(1), reply(1))

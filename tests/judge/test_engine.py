@@ -21,7 +21,7 @@ import trustme
 from freewheel.judge import Endpoint, Failed, JudgeRequest, Rubric, Scored, Skipped, Verdict
 from freewheel.judge.client import MAX_REPLY_BYTES, proxy_for
 from freewheel.judge.endpoint import Breaker
-from freewheel.judge.exchange import BodyWriter
+from freewheel.judge.request import BodyWriter
 from freewheel.judge.testing import JudgeProfile, RunningJudge
 
 Mock = Callable[..., RunningJudge]

@@ -11,8 +11,8 @@ import pytest
 from freewheel.judge import Endpoint, Failed, JudgeConfig, JudgeRequest
 from freewheel.judge.endpoint import AttemptPatience, EndpointState
 from freewheel.judge.engine import InFlightRequest
-from freewheel.judge.exchange import ChatExchange, ChatRequest, Relayed, RubricExchange
 from freewheel.judge.judge import InlineJudge
+from freewheel.judge.request import ChatExchange, ChatRequest, Relayed, RubricExchange
 from freewheel.judge.verdict import Usage
 
 

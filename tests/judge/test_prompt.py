@@ -14,8 +14,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from freewheel.judge.prompt import CODE_HEX_DIGITS, SECRET_BYTES, SECRET_FILE, PromptBuilder, local_secret
-from freewheel.judge.request import JudgeRequest
+from freewheel.judge.request import (
+    CODE_HEX_DIGITS,
+    SECRET_BYTES,
+    SECRET_FILE,
+    JudgeRequest,
+    PromptBuilder,
+    local_secret,
+)
 from freewheel.judge.rubric import ANNOUNCE, BUILTIN, DATA_RULE, Rubric
 
 SECRET = bytes(range(SECRET_BYTES))

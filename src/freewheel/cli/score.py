@@ -35,9 +35,9 @@ from freewheel.utils.files import write_atomically
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
 
+    from freewheel.judge.cache import Store, StoreStats
     from freewheel.judge.row_files import Tally
     from freewheel.judge.scoring import Progress, ScoringJob, Stopped, Summary
-    from freewheel.judge.store import Store, StoreStats
 
 EPILOG = """
 Exit codes: 0 every row was scored or skipped; 1 some rows failed or were malformed; 2 a flag, a file or a setting
@@ -387,8 +387,7 @@ def parse_age_s(text: str) -> float:
 
 @contextlib.contextmanager
 def _store(configured: str | None) -> Iterator[tuple[Store, Path]]:
-    from freewheel.judge.cache import CACHE_FILE, cache_dir
-    from freewheel.judge.store import Store
+    from freewheel.judge.cache import CACHE_FILE, Store, cache_dir
 
     path = cache_dir(configured) / CACHE_FILE
     store = Store(path, max_bytes=_NO_BOUND_BYTES, ttl_s=None)

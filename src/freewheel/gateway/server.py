@@ -33,8 +33,8 @@ from freewheel.gateway.connections import GONE, Connections, Counts, Ended, Even
 from freewheel.gateway.limits import Doorkeeper, Limits, Load, Problem, bad_field, draining, problem_of, too_large
 from freewheel.judge.config import JudgeConfig
 from freewheel.judge.engine import Request
-from freewheel.judge.exchange import ChatRequest, Relayed
 from freewheel.judge.judge import InlineJudge
+from freewheel.judge.request import ChatRequest, Relayed
 from freewheel.judge.service import tune_process
 from freewheel.judge.transport import run_loop
 from freewheel.judge.verdict import Failed, JudgeClosed, Reason, Verdict

@@ -25,14 +25,21 @@ from freewheel.judge.cache import ReplyCache
 from freewheel.judge.client import ChatClient, open_connector
 from freewheel.judge.config import JudgeConfig
 from freewheel.judge.endpoint import NEVER, EndpointState, Permit, choose_endpoint
-from freewheel.judge.exchange import ChatExchange, ChatRequest, Exchange, Identity, Relayed, RubricExchange
 from freewheel.judge.outcome import FINAL, HALTS, REASONS, WAITS, Failure, Kind, Reply
 from freewheel.judge.pacing import backoff_s
 from freewheel.judge.parse import Unparseable
-from freewheel.judge.prompt import local_secret
-from freewheel.judge.request import JudgeRequest, without_surrogates
+from freewheel.judge.request import (
+    ChatExchange,
+    ChatRequest,
+    Exchange,
+    Identity,
+    JudgeRequest,
+    Relayed,
+    RubricExchange,
+    local_secret,
+)
 from freewheel.judge.stats import JudgeStats
-from freewheel.judge.verdict import Failed, Reason, Scored, Skipped, Usage
+from freewheel.judge.verdict import Failed, Reason, Scored, Skipped, Usage, without_surrogates
 
 log = logging.getLogger("freewheel.judge")
 

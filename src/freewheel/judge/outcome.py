@@ -28,8 +28,7 @@ from typing import NamedTuple
 import msgspec
 
 from freewheel.judge.pacing import RateHeaders, parse_duration_s
-from freewheel.judge.request import without_surrogates
-from freewheel.judge.verdict import TOKENS_MAX, Reason, Usage
+from freewheel.judge.verdict import TOKENS_MAX, Reason, Usage, without_surrogates
 
 DETAIL_CHARS = 300
 """The useful part of a server's error; the rest is usually HTML."""

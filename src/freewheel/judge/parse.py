@@ -25,8 +25,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from freewheel.errors import ConfigError
-from freewheel.judge.request import without_surrogates
 from freewheel.judge.rubric import PARSERS, Rubric, number_text
+from freewheel.judge.verdict import without_surrogates
 from freewheel.utils.registry import find_object
 
 

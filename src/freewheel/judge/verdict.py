@@ -6,6 +6,7 @@ score.
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from typing import Any, ClassVar, Literal
 
@@ -52,6 +53,8 @@ class Reason(StrEnum):
     ENGINE = "engine"
     """The engine itself broke (a bug, or its process kept dying)."""
 
+
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 TOKENS_MAX = 1 << 53
 """Cap on reported token counts. A server may report any number; every JSON reader can hold this one."""
@@ -141,3 +144,8 @@ def plain_verdict(verdict: Verdict) -> dict[str, Any]:
     if "usage" in fields:
         fields["usage"] = msgspec.structs.asdict(fields["usage"])
     return {"status": verdict.status, **fields}
+
+
+def without_surrogates(text: str) -> str:
+    """Replace each lone surrogate by U+FFFD: UTF-8 cannot carry one."""
+    return text if text.isascii() else _LONE_SURROGATE.sub("\ufffd", text)
