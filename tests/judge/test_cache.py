@@ -147,6 +147,21 @@ def test_notes_are_recalled_at_once_and_by_other_stores(opened: OpenStore) -> No
     assert opened().recall("https://judge") == b"limit 61\0"
 
 
+def test_the_secret_of_the_codes_is_kept_in_the_file_and_a_damaged_one_is_replaced(tmp_path: Path) -> None:
+    def secret(**settings: Any) -> bytes:
+        config = JudgeConfig(endpoint="http://h", model="m", cache_dir=str(tmp_path), **settings)
+        with contextlib.closing(ReplyCache(config)) as cache:
+            return cache.secret()
+
+    found = [secret() for _ in range(2)]
+    for damage in ("5", "x''"):
+        with contextlib.closing(sqlite3.connect(tmp_path / CACHE_FILE)) as conn, conn:
+            assert conn.execute(f"UPDATE notes SET value = {damage}").rowcount == 1
+        found += [secret() for _ in range(2)]
+    assert found[0::2] == found[1::2] and secret(cache=False) not in found
+    assert len(set(found)) == 3 and {len(one) for one in found} == {32}
+
+
 FIRST_RELEASE = """
     CREATE TABLE replies (id INTEGER PRIMARY KEY, key BLOB NOT NULL UNIQUE, created_at REAL NOT NULL,
         used_at REAL NOT NULL, size INTEGER NOT NULL, checksum INTEGER NOT NULL, prompt_tokens INTEGER NOT NULL,

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from freewheel.errors import ConfigError
+from freewheel.judge.cache import SECRET_BYTES
 from freewheel.judge.client import ChatClient, open_connector
 from freewheel.judge.config import Endpoint, JudgeConfig
 from freewheel.judge.outcome import Failure, Kind, Reply
 from freewheel.judge.parse import Unparseable, make_reader
-from freewheel.judge.request import BodyWriter, JudgeRequest, PromptBuilder, local_secret
+from freewheel.judge.request import BodyWriter, JudgeRequest, PromptBuilder
 from freewheel.runtime.config import has_key
 from freewheel.utils.findings import Finding, ok, problem, warning
 
@@ -100,7 +102,7 @@ async def _ask(config: JudgeConfig, endpoint: Endpoint, model: str) -> tuple[Rep
     connector = open_connector(config)
     client = ChatClient(connector, config, endpoint)
     try:
-        body = BodyWriter(config, model, PromptBuilder(config.loaded_rubric, local_secret(None)))
+        body = BodyWriter(config, model, PromptBuilder(config.loaded_rubric, secrets.token_bytes(SECRET_BYTES)))
         reply: Reply | Failure = Failure(Kind.TIMEOUT, f"no answer within {limit_s:g} s")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):

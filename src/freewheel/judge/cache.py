@@ -24,6 +24,7 @@ import logging
 import math
 import os
 import random
+import secrets
 import sqlite3
 import threading
 import time
@@ -59,6 +60,9 @@ T = TypeVar("T")
 
 CACHE_FILE = "judge.sqlite3"
 """The file name in `cache_dir`."""
+_SECRET_NAME = "delimiter secret"
+SECRET_BYTES = 32
+"""The width of SHA-256."""
 _APPLICATION_ID = 0x46574A43
 """Marks the file in its header as freewheel's judge cache ("FWJC")."""
 _SCHEMA_VERSION = 1
@@ -486,7 +490,7 @@ class Store:
                 self._schedule(0.0)
 
     def remember(self, name: str, value: bytes) -> None:
-        """Keep a small value by name, such as what a limiter learned about an endpoint."""
+        """Keep a small value by name, such as the values that a limiter learned about an endpoint."""
         with self._changed:
             if not self._is_closed():
                 self._notes[name] = value
@@ -499,7 +503,7 @@ class Store:
             return waiting
         query = "SELECT value FROM notes WHERE name = ?"
         row = self._try_to_read(lambda db: db.execute(query, (_encode(name),)).fetchone())
-        return row[0] if row else None
+        return row[0] if row and isinstance(row[0], bytes) else None  # a damaged row may hold any type
 
     def flush(self, timeout_s: float = 10.0) -> bool:
         """Wait until all replies and notes are in the file. False if that takes longer."""
@@ -702,10 +706,8 @@ class ReplyCache:
         self._memory = MemoryCache(config.memory_cache_bytes if in_memory else 0)
         self._store: Store | None = None
         self._noted: dict[str, bytes] = {}
-        self.directory: Path | None = None
         if config.cache:
-            self.directory = cache_dir(config.cache_dir)
-            path = self.directory / CACHE_FILE
+            path = cache_dir(config.cache_dir) / CACHE_FILE
             self._store = Store(path, max_bytes=config.cache_max_bytes, ttl_s=config.cache_ttl_s)
 
     def open(self) -> None:
@@ -733,6 +735,19 @@ class ReplyCache:
         self._memory.put(key, cached)
         if self._store is not None:
             self._store.put(key, cached)
+
+    def secret(self) -> bytes:
+        """This user's secret for the codes in prompts. The file keeps it, so later processes send the same bytes.
+
+        Without a usable file it lasts as long as the engine, which changes no hash and no cached verdict.
+        """
+        stored = self._store.recall(_SECRET_NAME) if self._store is not None else None
+        if stored is not None and len(stored) == SECRET_BYTES:
+            return stored
+        secret = secrets.token_bytes(SECRET_BYTES)
+        if self._store is not None:
+            self._store.remember(_SECRET_NAME, secret)
+        return secret
 
     def remember(self, url: str, memory: LimiterMemory) -> None:
         noted = msgspec.json.encode(memory)

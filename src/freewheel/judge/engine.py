@@ -36,7 +36,6 @@ from freewheel.judge.request import (
     JudgeRequest,
     Relayed,
     RubricExchange,
-    local_secret,
 )
 from freewheel.judge.stats import JudgeStats
 from freewheel.judge.verdict import Failed, Reason, Scored, Skipped, Usage, without_surrogates
@@ -166,7 +165,7 @@ class Engine:
         try:
             self._replies.open()
             self._exchanges = {
-                JudgeRequest: RubricExchange(config, local_secret(self._replies.directory)),
+                JudgeRequest: RubricExchange(config, self._replies.secret()),
                 ChatRequest: ChatExchange(config),
             }
             self._connector = open_connector(config)

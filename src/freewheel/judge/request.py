@@ -10,21 +10,18 @@ A rubric's messages hold the judged text as data:
     rubric ──▶ system message: instructions, then the rule about data      (the same bytes for every request)
     request ─▶ user message:   code · [BEGIN x code] text [END x code] · closing line
 
-The code is an HMAC of the content under a local secret. The author of the content cannot know it, so nothing in the
-content can close its block. Equal content has an equal code, and the code is not part of the request's hash.
+The code is an HMAC of the content under a secret of this user (`ReplyCache.secret`). The author of the content cannot
+know it, so nothing in the content can close its block. Equal content has an equal code, and the code is not part of the
+request's hash.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import hmac
-import logging
-import os
 import secrets
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -35,13 +32,10 @@ from freewheel.judge.outcome import Failure, HungUp, Reply, read_chat
 from freewheel.judge.parse import Unparseable, make_reader
 from freewheel.judge.rubric import ANNOUNCE, BEGIN, END, LABELS, MARKER_CLOSE, Rubric, template_parts
 from freewheel.judge.verdict import Scored, Usage, without_surrogates
-from freewheel.utils.files import open_private
 
 if TYPE_CHECKING:
     from freewheel.judge.client import ChatClient
     from freewheel.judge.engine import InFlightRequest
-
-log = logging.getLogger("freewheel.judge")
 
 _HASH_VERSION = b"freewheel-judge-1"
 """Change this whenever the computation of the hash changes. Otherwise an older cache would return wrong replies."""
@@ -52,17 +46,10 @@ _PRIVATE_FIELDS = ("user", "metadata", "safety_identifier")
 
 CODE_HEX_DIGITS = 32
 """128 bits of the HMAC: impossible to guess, and short enough for a judge to compare."""
-SECRET_BYTES = 32
-"""The width of SHA-256."""
-SECRET_FILE = "delimiter.key"
 _LENGTH_BYTES = 8
 """The HMAC's input has each field's length before the field, so that no two requests have the same input."""
 _MARK = "\x00user\x00"
 """Placeholder of the user message in an encoded body."""
-
-_in_memory: dict[Path, bytes] = {}
-"""Secrets for directories that could not be used. Each lasts as long as the process, and one warning is logged for
-it."""
 
 
 class JudgeRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -270,41 +257,6 @@ class RubricExchange:
 
 def _utf8_bytes(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode())
-
-
-def local_secret(directory: Path | None) -> bytes:
-    """Return this user's secret from a private file in `directory`. The file is created on first use.
-
-    Processes that start together agree on one secret. Without a usable directory the secret is in memory only: codes
-    then differ between processes, which changes no hash and no cached verdict.
-    """
-    if directory is None:
-        return secrets.token_bytes(SECRET_BYTES)
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return _read_or_make_secret(directory / SECRET_FILE)
-    except OSError as error:
-        if directory not in _in_memory:
-            log.warning("The secret for delimiters cannot be kept in %s (%s); it stays in memory.", directory, error)
-        return _in_memory.setdefault(directory, secrets.token_bytes(SECRET_BYTES))
-
-
-def _read_or_make_secret(path: Path) -> bytes:
-    """Raises if others can read the file."""
-    with os.fdopen(open_private(path, os.O_RDWR | os.O_NOFOLLOW), "r+b") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # the first process writes, the others read
-        status = os.fstat(file.fileno())
-        if status.st_uid != os.getuid() or status.st_mode & 0o077:
-            raise PermissionError(f"{path} is not private to this user; remove it, and a new one is made")
-        found = file.read(SECRET_BYTES + 1)
-        if not found:
-            found = secrets.token_bytes(SECRET_BYTES)
-            file.write(found)
-            file.flush()
-            os.fsync(file.fileno())
-        if len(found) != SECRET_BYTES:
-            raise OSError(f"{path} does not hold {SECRET_BYTES} bytes; remove it, and a new one is made")
-        return found
 
 
 # -- chat completions of the gateway's clients ------------------------------------------------------------------------
