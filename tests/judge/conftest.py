@@ -23,10 +23,7 @@ from freewheel.judge.cache import CACHE_FILE, Store
 from freewheel.judge.engine import Engine
 from freewheel.judge.testing import JudgeProfile, MockJudge, RunningJudge
 
-from .stores import MIB, Clock, OpenStore
-
-WAIT_S = 30.0
-"""Longer than anything here takes on a busy machine, shorter than pytest's own limit."""
+from .helpers import MIB, WAIT_S, Clock, OpenStore
 
 Answer = tuple[int, dict[str, str], bytes]
 Play = Callable[[int, dict[str, str], bytes], Answer]

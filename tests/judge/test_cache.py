@@ -20,7 +20,7 @@ from freewheel.judge import cache as cache_module
 from freewheel.judge.cache import CACHE_FILE, CachedReply, CacheUnusableError, MemoryCache, ReplyCache, Store, cache_dir
 from freewheel.judge.outcome import Reply
 
-from .stores import MIB, NOW, Clock, OpenStore, fill, key, present, reply, warnings_in
+from .helpers import MIB, NOW, Clock, OpenStore, fill, key, present, reply, warnings_in
 
 
 @example(max_bytes=500, steps=[(True, "a", 0)])

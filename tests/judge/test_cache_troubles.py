@@ -24,7 +24,7 @@ from freewheel.judge import cache as cache_module
 from freewheel.judge.cache import ASIDES_MAX, CACHE_FILE, CacheFile, CacheUnusableError, Store
 from freewheel.utils.sqlite import Trouble, diagnose
 
-from .stores import MIB, OpenStore, fill, key, present, reply, warnings_in
+from .helpers import MIB, OpenStore, fill, key, present, reply, warnings_in
 
 PROGRAM = """
 import hashlib, os, random, sys, threading

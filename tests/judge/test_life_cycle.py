@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,9 @@ import pytest
 
 from freewheel.judge.testing import RunningJudge
 
+from .helpers import WAIT_S, wait_until
+
 Mock = Callable[..., RunningJudge]
-WAIT_S = 30.0
 
 START = """
     import os, signal, sys, threading, time
@@ -37,15 +37,6 @@ START = """
 def ends(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     out, err = process.communicate(timeout=WAIT_S)
     return process.returncode, out, err
-
-
-def until(condition: Callable[[], bool], within_s: float = WAIT_S) -> bool:
-    end = time.monotonic() + within_s
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 def is_gone(pid: int) -> bool:
@@ -72,7 +63,8 @@ def test_an_interpreter_that_exits_without_closing_leaves_nothing_but_its_answer
         code, out, err = ends(script(source, server.url, placement))
         status, pid = out.split()
         assert (code, status, err) == (0, "scored", "")
-        assert pid == "0" or until(lambda pid=int(pid): is_gone(pid), 3.0)  # type: ignore[misc]
+        if pid != "0":
+            wait_until(lambda pid=int(pid): is_gone(pid), 3.0)  # type: ignore[misc]
     assert [count.received for count in server.counts().containing("first answer")] == [1]
 
 
@@ -99,11 +91,13 @@ def test_ctrl_c_raises_keyboard_interrupt_and_leaves_nothing(
         placement,
     )
     pid = int(process.stdout.readline())
-    assert moment == "starting" or until(lambda: server.counts().in_flight == 2)
+    if moment == "waiting":
+        wait_until(lambda: server.counts().in_flight == 2)
     os.killpg(process.pid, signal.SIGINT)
     code, out, err = ends(process)
     assert (code, out, err) == (130, "interrupted\ncancelled\n", "")
-    assert pid == 0 or until(lambda: is_gone(pid), 3.0)
+    if pid:
+        wait_until(lambda: is_gone(pid), 3.0)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, 0], ids=["Ctrl-C", "exception"])
@@ -120,7 +114,7 @@ def test_a_program_without_a_handler_shows_one_traceback(
     """
     process = script(START + source, server.url, placement, str(int(number)))
     if number:
-        assert until(lambda: server.counts().in_flight == 1)
+        wait_until(lambda: server.counts().in_flight == 1)
         os.killpg(process.pid, number)
     code, _, err = ends(process)
     last = "KeyboardInterrupt" if number else "ValueError: mine"
@@ -156,7 +150,7 @@ def test_the_child_does_not_outlive_a_killed_parent(mock: Mock, script: Any, gra
     assert Path(f"/proc/{pid}").exists()
     process.kill()
     process.wait()
-    assert until(lambda: is_gone(pid), 3.0)
+    wait_until(lambda: is_gone(pid), 3.0)
     if grandchild:
         os.kill(other, signal.SIGKILL)
 

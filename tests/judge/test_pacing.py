@@ -58,15 +58,11 @@ def send_for(pacer: Pacer, seconds: float, tokens: int = 1, start: float = 0.0) 
         ("Fri, 15 Jan 2027 07:00:00 GMT", 0.0),
         ("1800000090", 90.0),
         ("1800000090500", 90.5),
+        *((text, None) for text in ("", "soon", "5 parsecs", "1s later", "nan", "inf", "m", "1e999", "Fri, 99 Foo")),
     ],
 )
-def test_a_duration_is_read_in_every_form_that_judges_send(text: str, seconds: float) -> None:
-    assert parse_duration_s(text, WALL_NOW) == pytest.approx(seconds, abs=1e-3)
-
-
-@pytest.mark.parametrize("text", ["", "soon", "5 parsecs", "1s later", "nan", "inf", "m", "1e999", "Fri, 99 Foo"])
-def test_what_is_no_duration_is_none(text: str) -> None:
-    assert parse_duration_s(text, WALL_NOW) is None
+def test_a_duration_is_read_in_every_form_that_judges_send(text: str, seconds: float | None) -> None:
+    assert parse_duration_s(text, WALL_NOW) == (seconds and pytest.approx(seconds, abs=1e-3))
 
 
 @given(st.text(max_size=30))
@@ -101,13 +97,6 @@ def test_no_text_breaks_the_duration_parser(text: str) -> None:
 )
 def test_rate_headers_are_read_whatever_their_case(headers: dict[str, str], expected: RateHeaders | None) -> None:
     assert read_rate_headers(CIMultiDict(headers), WALL_NOW) == expected
-
-
-def test_without_budgets_everything_may_leave_at_once() -> None:
-    pacer = Pacer()
-    for _ in range(1000):
-        assert pacer.ready_at(5.0, 10**9) <= 5.0
-        pacer.sent(5.0, 10**9)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,9 @@ import pytest
 from freewheel.judge import ConfigError, Endpoint, Failed, Judge, JudgeConfig
 from freewheel.judge.outcome import DETAIL_CHARS
 
+from .helpers import WAIT_S
+
 Make = Callable[..., Judge]
-WAIT_S = 30.0
 KEY = "sk-DISTINCTIVE-0123456789abcdefghijklmnopqrstuvwxyz"
 PIECES = [KEY[at : at + 12] for at in range(len(KEY) - 12)]
 """Half a key is a leak too."""
