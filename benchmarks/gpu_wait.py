@@ -166,7 +166,7 @@ def calibrate(policy: Policy, make: Callable[[], DataProto], work_s: float) -> i
 def family_bytes() -> int:
     """Private memory of this process and of the engine's. The judge's does not count."""
     me = psutil.Process()
-    engines = [child for child in me.children() if "freewheel.judge.service" in " ".join(child.cmdline())]
+    engines = [child for child in me.children() if "freewheel.judge.transport" in " ".join(child.cmdline())]
     return sum(process.memory_full_info().uss for process in (me, *engines))
 
 

@@ -160,7 +160,9 @@ def kill_engine_at(handle: Handle, share: float) -> None:
     """Wait until that share of the batch is done, then kill the engine's process, as the out-of-memory killer would."""
     while handle.progress().share < share:
         time.sleep(POLL_S)
-    engines = [child for child in psutil.Process().children() if "freewheel.judge.service" in child.cmdline()]
+    engines = [
+        child for child in psutil.Process().children() if "freewheel.judge.transport" in " ".join(child.cmdline())
+    ]
     assert len(engines) == 1, f"one engine was expected, {len(engines)} are there"
     os.kill(engines[0].pid, signal.SIGKILL)
 

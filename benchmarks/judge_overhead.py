@@ -198,7 +198,9 @@ def memory_growth_mb(mock: RunningJudge, count: int, in_flight: int) -> tuple[fl
         Judge(JudgeConfig(endpoint=mock.url, model=MODEL, concurrency=f"fixed:{in_flight}", cache_dir=cache)) as judge,
     ):
         judge.submit(requests(1, "warm")).result()
-        engine = [child for child in psutil.Process().children() if "freewheel.judge.service" in child.cmdline()]
+        engine = [
+            child for child in psutil.Process().children() if "freewheel.judge.transport" in " ".join(child.cmdline())
+        ]
         processes = [psutil.Process(), *engine]
         early = 0.0
         for number in range(count // step):

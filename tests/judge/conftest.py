@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import ssl
-import subprocess
-import sys
-import textwrap
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -163,32 +159,6 @@ def completion(text: str | None, finish_reason: str = "stop", **more: Any) -> by
 def replying() -> Callable[..., bytes]:
     """`replying("7")`: a chat completion's body."""
     return completion
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Runs Python source as a program in a separate session, and ends it with the test."""
-    started: list[subprocess.Popen[str]] = []
-
-    def run(source: str, *args: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-        path = tmp_path / f"script{len(started)}.py"
-        path.write_text(textwrap.dedent(source))
-        process = subprocess.Popen(
-            [sys.executable, str(path), *args],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **(env or {})},
-            start_new_session=True,
-        )
-        started.append(process)
-        return process
-
-    yield run
-    for process in started:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
 
 
 @pytest.fixture

@@ -153,7 +153,7 @@ def test_a_judge_works_inside_a_running_loop(mock: Mock, make_judge: Make) -> No
 def test_verdicts_do_not_wait_for_more_once_all_batches_are_answered(
     mock: Mock, make_judge: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("freewheel.judge.service.LINGER_S", 1e6)
+    monkeypatch.setattr("freewheel.judge.transport.LINGER_S", 1e6)
     assert reasons(make_judge(mock().url).submit(texts(3)).result(WAIT_S)) == {"scored"}
 
 

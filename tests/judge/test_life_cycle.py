@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Callable
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,27 @@ START = """
 """
 
 
+@pytest.fixture
+def script(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Runs `START` and the given source as a program in a separate session, and ends it with the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def run(source: str, *args: str) -> subprocess.Popen[str]:
+        path = tmp_path / f"script{len(started)}.py"
+        path.write_text(textwrap.dedent(START + source))
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(
+            [sys.executable, str(path), *args], stdout=pipe, stderr=pipe, text=True, start_new_session=True
+        )
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
 def ends(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     out, err = process.communicate(timeout=WAIT_S)
     return process.returncode, out, err
@@ -50,15 +73,12 @@ def test_an_interpreter_that_exits_without_closing_leaves_nothing_but_its_answer
     mock: Mock, script: Any, placement: str
 ) -> None:
     server = mock(latency_s=0.05)
-    source = (
-        START
-        + """
+    source = """
     judge = Judge(config)
     status = judge.submit(["first answer", "second answer"]).result(20)[0].status
     say(status, child_of(judge) if placement == "process" else 0)
     handle = judge.submit(["hang %d" % i for i in range(5)])
     """
-    )
     for _ in range(2):
         code, out, err = ends(script(source, server.url, placement))
         status, pid = out.split()
@@ -74,8 +94,7 @@ def test_ctrl_c_raises_keyboard_interrupt_and_leaves_nothing(
 ) -> None:
     server = mock(hang_share=1.0)
     process = script(
-        START
-        + """
+        """
     with Judge(config) as judge:
         handle = judge.submit(["a", "b"])
         try:
@@ -112,7 +131,7 @@ def test_a_program_without_a_handler_shows_one_traceback(
             raise ValueError("mine")
         handle.result()
     """
-    process = script(START + source, server.url, placement, str(int(number)))
+    process = script(source, server.url, placement, str(int(number)))
     if number:
         wait_until(lambda: server.counts().in_flight == 1)
         os.killpg(process.pid, number)
@@ -123,14 +142,11 @@ def test_a_program_without_a_handler_shows_one_traceback(
 
 @pytest.mark.parametrize("grandchild", [False, True], ids=["alone", "with a fork that holds the socket"])
 def test_the_child_does_not_outlive_a_killed_parent(mock: Mock, script: Any, grandchild: bool) -> None:
-    source = (
-        START
-        + """
+    source = """
     judge = Judge(config)
     judge.submit(["a"]).result(20)
     say(child_of(judge))
     """
-    )
     if grandchild:
         source += """
     import ctypes
@@ -158,8 +174,7 @@ def test_the_child_does_not_outlive_a_killed_parent(mock: Mock, script: Any, gra
 def test_a_fork_uses_the_same_judge_with_a_separate_engine(mock: Mock, script: Any, placement: str) -> None:
     server = mock(latency_s=0.1, scores={"parent": "3", "child": "8"})
     process = script(
-        START
-        + """
+        """
     import warnings
     warnings.simplefilter("ignore")
     judge = Judge(config)
@@ -203,8 +218,7 @@ def test_a_fork_uses_the_same_judge_with_a_separate_engine(mock: Mock, script: A
 def test_a_fork_right_after_the_first_submit_harms_neither(mock: Mock, script: Any) -> None:
     """The link is starting its process just then; the fork must hold neither end of its socket."""
     process = script(
-        START
-        + """
+        """
     import warnings
     warnings.simplefilter("ignore")
     import subprocess
@@ -242,8 +256,7 @@ def test_a_fork_right_after_the_first_submit_harms_neither(mock: Mock, script: A
 def test_a_shells_small_limit_of_open_files_does_not_bound_the_concurrency(mock: Mock, script: Any) -> None:
     server = mock(latency_s=0.3)
     process = script(
-        START
-        + """
+        """
     import resource
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     with Judge(JudgeConfig(endpoint=url, model="m", concurrency="fixed:150")) as judge:
@@ -263,8 +276,7 @@ def test_a_parser_in_the_callers_own_module_is_found_and_surrogates_in_its_names
         "def read(reply):\n    return 2.0 * float(reply), {'\\ud800': 1.0} if reply.strip() == '1' else {}\n"
     )
     process = script(
-        START
-        + """
+        """
     from freewheel.judge import Rubric
     rubric = Rubric(name="mine", system="s", parser="mine:read", low=0, high=100)
     with Judge(JudgeConfig(endpoint=url, model="m", rubric=rubric)) as judge:
@@ -279,8 +291,7 @@ def test_a_parser_in_the_callers_own_module_is_found_and_surrogates_in_its_names
 
 def test_submits_interrupted_by_exceptions_from_signals_leave_a_judge_that_works(mock: Mock, script: Any) -> None:
     process = script(
-        START
-        + """
+        """
     class Torn(Exception): pass
     def tear(*_): raise Torn
     signal.signal(signal.SIGALRM, tear)

@@ -86,17 +86,10 @@ def test_the_key_is_nowhere_but_in_memory(
     source = "environment variable OPENAI_API_KEY" if header == "api-key" else "api_key argument"
     assert isinstance(halts[0], Failed) and source in halts[0].detail
     stats = judge.stats()
-    shown = [repr(v) for v in verdicts + halts]
-    shown += [
-        repr(judge),
-        str(judge),
-        repr(judge.config),
-        str(judge.config),
-        repr(endpoint),
-        repr(judge.config.api_key),
-    ]
-    shown += [str(judge.config.to_dict()), str(stats.to_dict()), repr(stats), stats.line(), stats.prometheus()]
-    shown += [pickle.dumps(judge).decode("latin-1"), pickle.dumps(judge.config).decode("latin-1")]
+    config = judge.config
+    shown = [repr(one) for one in (*verdicts, *halts, judge, config, endpoint, config.api_key, stats)]
+    shown += [str(one) for one in (judge, config, config.to_dict(), stats.to_dict())]
+    shown += [stats.line(), stats.prometheus(), *(pickle.dumps(one).decode("latin-1") for one in (judge, config))]
     if judge.config.placement == "process":
         assert judge._link is not None
         for name in ("cmdline", "environ")[: 1 + ("api_key" in given)]:

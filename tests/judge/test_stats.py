@@ -25,16 +25,13 @@ def stats() -> JudgeStats:
     )  # fmt: skip
 
 
-def test_totals_are_over_all_endpoints() -> None:
+def test_totals_are_over_all_endpoints_and_the_line_shows_them() -> None:
     got = stats()
+    line = got.line()
+    assert "15 scored, 3 failed, 1 skipped of 20" in line and "13 calls" in line and "\n" not in line
     assert (got.sent, got.throttled, got.in_flight, got.limit, got.cost, got.cache_hits) == (13, 2, 3, 40, 0.5, 7)
     got.endpoints[1].faults = {"timeout": 2, "broken": 4}
     assert got.faults == {"timeout": 3, "broken": 4}
-
-
-def test_the_line_says_what_matters() -> None:
-    line = stats().line()
-    assert "15 scored, 3 failed, 1 skipped of 20" in line and "13 calls" in line and "\n" not in line
 
 
 def test_prometheus_text_is_well_formed_and_figures_are_unrounded() -> None:

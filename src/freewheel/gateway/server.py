@@ -35,8 +35,7 @@ from freewheel.judge.config import JudgeConfig
 from freewheel.judge.engine import Request
 from freewheel.judge.judge import InlineJudge
 from freewheel.judge.request import ChatRequest, Relayed
-from freewheel.judge.service import tune_process
-from freewheel.judge.transport import run_loop
+from freewheel.judge.transport import run_loop, tune_process
 from freewheel.judge.verdict import Failed, JudgeClosed, Reason, Verdict
 from freewheel.utils.checks import check_number
 from freewheel.utils.waiting import unless_stopped, wait_for_event

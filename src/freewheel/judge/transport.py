@@ -1,4 +1,4 @@
-"""Connects the caller to the engine: the messages, the frames on a socket, and the thread that carries them.
+"""Connects the caller to the engine: the messages, the frames on a socket, and the two ends that exchange them.
 
     RequestTracker ◀─▶ Link: a thread with an event loop ◀─▶ Service: the engine
                                                           on that loop, or in a child process behind a `Pipe`
@@ -6,16 +6,20 @@
     caller ── Configure, Submit, Cancel, AskStats, Close ──▶ engine
     caller ◀── Started, EngineFailure, Results, StatsReply, LogLine ── engine
 
-A child process that dies is replaced. The next one gets every request that the dead one had not answered.
+A child process that dies is replaced. The next one gets every request that the dead one had not answered. The child
+reads its config, including the key, from the socket, and exits when the socket closes. It also exits when its parent
+ends, even if a fork of the parent still holds the socket open.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import math
 import os
+import resource
 import signal
 import socket
 import struct
@@ -31,7 +35,8 @@ import msgspec
 from freewheel.judge.config import JudgeConfig, Secret
 from freewheel.judge.request import JudgeRequest
 from freewheel.judge.stats import JudgeStats
-from freewheel.judge.verdict import EngineDied, Verdict
+from freewheel.judge.verdict import EngineDied, JudgeError, Verdict
+from freewheel.utils.processes import end_with
 from freewheel.utils.waiting import wait_for_event, wait_in_slices
 
 if TYPE_CHECKING:
@@ -41,13 +46,23 @@ log = logging.getLogger("freewheel.judge")
 
 _WRITE_AHEAD_BYTES = 1 << 18
 """Bytes buffered for the socket: enough to keep it busy, and few, because the tracker holds the same requests."""
-RESTARTS_ALLOWED = 5
+_RESTARTS_ALLOWED = 5
 """More deaths than this within `_RESTART_WINDOW_S` are a fault of ours or of the machine, and the judge gives up."""
 _RESTART_WINDOW_S = 60.0
 FIRST_PAUSE_S = 0.1
 """Pause before the first restart. It doubles with each further one."""
+_PROGRAM = "from freewheel.judge.transport import main; main()"
+"""The child's program. (With `-m`, the package would import this module a second time.)"""
 _KILLED_AFTER_S = 1.0
 """How long `join` waits for the thread after it has killed the child."""
+_COALESCE_S = 0.020
+"""When all batches are answered, results are sent at once, but not sooner than this after the previous message."""
+LINGER_S = 0.050
+"""While more verdicts are expected, results wait this long to be sent together: each message interrupts a busy
+caller."""
+_GC_THRESHOLD = 50_000
+"""Python's default, a collection every 700 objects, would be wasted work: thousands of requests are alive at a time,
+and they hold no cycles."""
 
 # -- messages ---------------------------------------------------------------------------------------------------------
 
@@ -109,7 +124,7 @@ ToCaller = Started | EngineFailure | Results | StatsReply | LogLine
 
 # -- frames: each message is msgpack behind its length ----------------------------------------------------------------
 
-LENGTH = struct.Struct("!I")
+_LENGTH = struct.Struct("!I")
 
 
 def _encode_secret(value: Any) -> Any:
@@ -130,7 +145,7 @@ CALLER_DECODER = msgspec.msgpack.Decoder(ToCaller)
 def pack(message: ToEngine | ToCaller) -> bytes:
     """Encode a message as one frame. Callers must replace lone surrogates first: no frame can hold them."""
     body = _encoder.encode(message)
-    return LENGTH.pack(len(body)) + body
+    return _LENGTH.pack(len(body)) + body
 
 
 class Pipe(asyncio.Protocol):
@@ -159,13 +174,13 @@ class Pipe(asyncio.Protocol):
         buffer = self._buffer
         buffer += data
         start = 0
-        while len(buffer) - start >= LENGTH.size:
-            (length,) = LENGTH.unpack_from(buffer, start)
-            end = start + LENGTH.size + length
+        while len(buffer) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(buffer, start)
+            end = start + _LENGTH.size + length
             if len(buffer) < end:
                 break
             with memoryview(buffer) as view:
-                message = self._decoder.decode(view[start + LENGTH.size : end])
+                message = self._decoder.decode(view[start + _LENGTH.size : end])
             start = end
             self._take(message)
         del buffer[:start]
@@ -202,6 +217,127 @@ def run_loop(main: Coroutine[Any, Any, None]) -> None:
         runner.run(main)
 
 
+# -- the engine's side ------------------------------------------------------------------------------------------------
+
+
+class Service:
+    """Runs one engine until it receives `Close`. `send` receives the messages for the caller."""
+
+    def __init__(self, config: JudgeConfig, spent: float, send: Callable[[ToCaller], None]) -> None:
+        from freewheel.judge.engine import Engine  # imports aiohttp, which the caller's process does not need
+
+        self._engine = Engine(config, deliver=self._collect, answered_all=self._flush_soon, spent=spent)
+        self._send = send
+        self._items: list[tuple[int, int, Verdict]] = []
+        self._flush_is_due = False
+        self._flushed_at = 0.0
+        self._closed = asyncio.Event()
+
+    async def run(self) -> None:
+        """Run until `Close`. Sends `Started` when `take` may be called."""
+        self._loop = asyncio.get_running_loop()
+        try:
+            await self._engine.start()
+        except Exception as error:
+            if not isinstance(error, JudgeError | OSError):
+                log.exception("the judge's engine could not start")
+            self._send(EngineFailure(f"{type(error).__name__}: {error}"))
+            return
+        self._send(Started())
+        try:
+            await self._closed.wait()
+        finally:
+            await self._engine.close()
+            self._flush()
+            stats = self._engine.stats()
+            if stats.submitted:
+                log.info(stats.line())
+            self._send(StatsReply(stats))
+
+    def take(self, message: ToEngine) -> None:
+        if isinstance(message, Submit):
+            self._engine.submit(message.batch, message.indexes, message.requests, message.deadline_at)
+        elif isinstance(message, Cancel):
+            self._engine.cancel(message.batch)
+        elif isinstance(message, AskStats):
+            self._flush()
+            self._send(StatsReply(self._engine.stats()))
+        elif isinstance(message, Close):
+            self._closed.set()
+
+    def _collect(self, batch: int, index: int, verdict: Verdict) -> None:
+        self._items.append((batch, index, verdict))
+        if not self._flush_is_due:
+            self._flush_is_due = True
+            self._loop.call_later(LINGER_S, self._flush)
+
+    def _flush_soon(self) -> None:
+        """Every batch is answered: send what has been collected without waiting for more."""
+        self._loop.call_later(max(0.0, self._flushed_at + _COALESCE_S - time.monotonic()), self._flush)
+
+    def _flush(self) -> None:
+        self._flush_is_due = False
+        if self._items:
+            items, self._items = self._items, []
+            self._flushed_at = time.monotonic()
+            self._send(Results(items, self._engine.spent))
+
+
+class _ForwardingHandler(logging.Handler):
+    """Sends the engine's log records to the caller's process, which logs them."""
+
+    def __init__(self, send: Callable[[ToCaller], None]) -> None:
+        super().__init__()
+        self._forward = send
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._forward(LogLine(record.levelno, self.format(record)))
+
+
+def tune_process() -> None:
+    """Set the garbage collector and the limit of open files for a process that does nothing but call the judge."""
+    gc.freeze()
+    gc.set_threshold(_GC_THRESHOLD)
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # each call is a socket, and 1024 is a common limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # they reach the whole process group, and the parent closes the engine
+    tune_process()
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    head = sock.recv(_LENGTH.size, socket.MSG_WAITALL)
+    if len(head) == _LENGTH.size:
+        (length,) = _LENGTH.unpack(head)
+        setup = ENGINE_DECODER.decode(sock.recv(length, socket.MSG_WAITALL))
+        sock.setblocking(False)
+        run_loop(_serve(sock, setup))
+
+
+async def _serve(sock: socket.socket, setup: Configure) -> None:
+    loop = asyncio.get_running_loop()
+    pipe = Pipe(ENGINE_DECODER, lambda message: service.take(message))
+    service = Service(setup.config, setup.spent, pipe.send)
+    logger = logging.getLogger("freewheel")
+    logger.addHandler(_ForwardingHandler(pipe.send))
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+    def close() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has closed
+            loop.call_soon_threadsafe(service.take, Close())
+
+    await loop.create_connection(lambda: pipe, sock=sock)
+    ended = loop.create_task(pipe.ended.wait())
+    ended.add_done_callback(lambda _: close())
+    end_with(setup.parent_pid, on_end=close)
+    await service.run()
+    pipe.close()
+    await ended
+
+
 # -- the caller's side ------------------------------------------------------------------------------------------------
 
 _spawning = threading.Lock()
@@ -213,7 +349,7 @@ os.register_at_fork(before=_spawning.acquire, after_in_parent=_spawning.release,
 class Link:
     """A thread with an event loop that connects a tracker to its engine.
 
-    `placement="process"`: the engine runs in a child process, `python -m freewheel.judge.service FD`.
+    `placement="process"`: the engine runs in a child process, which calls `main`.
     `placement="thread"`: the engine runs in this thread. This is cheaper, but the engine gets too little time if the
     process is busy running Python code.
     """
@@ -352,8 +488,6 @@ class Link:
             self._stop_engine()
 
     async def _run_service(self) -> None:
-        from freewheel.judge.service import Service  # imports aiohttp
-
         service = Service(self._config, self._tracker.spent, lambda message: self._take(service.take, message))
         await service.run()
 
@@ -369,7 +503,7 @@ class Link:
                 return
             now = time.monotonic()
             deaths = [at for at in deaths if at > now - _RESTART_WINDOW_S] + [now]
-            if len(deaths) > RESTARTS_ALLOWED:
+            if len(deaths) > _RESTARTS_ALLOWED:
                 self._give_up(
                     f"the judge's process died {len(deaths)} times within {_RESTART_WINDOW_S:.0f} s, "
                     f"last with exit code {code}; its last output is on stderr"
@@ -400,7 +534,7 @@ class Link:
             ours, theirs = socket.socketpair()
             try:
                 self._child = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "freewheel.judge.service", str(theirs.fileno())],
+                    [sys.executable, "-P", "-c", _PROGRAM, str(theirs.fileno())],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,

@@ -71,6 +71,6 @@ def _engines(folder: Path) -> list[int]:
                 command, environment = (process / "cmdline").read_bytes(), (process / "environ").read_bytes()
             except OSError:
                 continue  # it ended meanwhile
-            if b"freewheel.judge.service" in command and str(folder).encode() in environment:
+            if b"freewheel.judge.transport" in command and str(folder).encode() in environment:
                 found.append(int(process.name))
     return found
