@@ -7,6 +7,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -52,6 +53,10 @@ def wait_until(condition: Callable[[], object], timeout_s: float = WAIT_S) -> No
     while not condition():
         assert time.monotonic() < end, "it never happened"
         time.sleep(0.01)
+
+
+def open_fds() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def key(name: object) -> bytes:

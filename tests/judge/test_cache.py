@@ -20,7 +20,7 @@ from freewheel.judge import cache as cache_module
 from freewheel.judge.cache import CACHE_FILE, CachedReply, CacheUnusableError, MemoryCache, ReplyCache, Store, cache_dir
 from freewheel.judge.outcome import Reply
 
-from .helpers import MIB, NOW, Clock, OpenStore, fill, key, present, reply, warnings_in
+from .helpers import MIB, NOW, Clock, OpenStore, fill, key, open_fds, present, reply, warnings_in
 
 
 @example(max_bytes=500, steps=[(True, "a", 0)])
@@ -137,16 +137,6 @@ def test_any_text_is_returned_unchanged(texts: dict[bytes, str]) -> None:
             assert store.get_many(list(texts)) == {name: CachedReply(text) for name, text in texts.items()}
 
 
-def test_notes_are_recalled_at_once_and_by_other_stores(opened: OpenStore) -> None:
-    store = opened()
-    assert store.recall("https://judge") is None
-    store.remember("https://judge", b"limit 60")
-    assert store.recall("https://judge") == b"limit 60"
-    store.remember("https://judge", b"limit 61\0")
-    store.close()
-    assert opened().recall("https://judge") == b"limit 61\0"
-
-
 def test_the_secret_of_the_codes_is_kept_in_the_file_and_a_damaged_one_is_replaced(tmp_path: Path) -> None:
     def secret(**settings: Any) -> bytes:
         config = JudgeConfig(endpoint="http://h", model="m", cache_dir=str(tmp_path), **settings)
@@ -258,17 +248,8 @@ def test_an_expired_entry_is_a_miss_and_can_be_stored_again(opened: OpenStore, c
 # -- the end -------------------------------------------------------------------------------------------------
 
 
-def open_files() -> set[str]:
-    names = set()
-    for handle in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            names.add(f"{handle.name} {handle.readlink()}")
-    return {name for name in names if "/proc/" not in name}
-
-
-@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc to see open files")
 def test_close_leaves_no_thread_no_open_file_and_no_log(path: Path) -> None:
-    files, threads = open_files(), threading.active_count()
+    files, threads = open_fds(), threading.active_count()
     store = Store(path, max_bytes=64 * MIB, ttl_s=None)
     store.open()
     fill(store, range(2_000))
@@ -276,8 +257,7 @@ def test_close_leaves_no_thread_no_open_file_and_no_log(path: Path) -> None:
     store.stats()
     store.close()
     store.close()
-    assert open_files() == files
-    assert threading.active_count() == threads
+    assert (open_fds(), threading.active_count()) == (files, threads)
     assert {file.name for file in path.parent.iterdir()} == {CACHE_FILE, f"{CACHE_FILE}.lock"}
 
 

@@ -174,7 +174,7 @@ def test_a_disk_that_damages_every_file_is_not_filled_with_copies(
     assert "delete those" in caplog.text
 
 
-def test_two_that_find_the_same_damage_set_the_file_aside_once(path: Path) -> None:
+def test_two_connections_that_find_the_same_damage_set_the_file_aside_once(path: Path) -> None:
     first, second = CacheFile(path, 1.0), CacheFile(path, 1.0)
     damaged: list[sqlite3.Connection] = []
     for file in (first, second):
@@ -210,7 +210,7 @@ def test_a_deleted_file_or_directory_is_created_again(path: Path, opened: OpenSt
     assert present(opened(), range(20)) == set(range(10, 20))
 
 
-def test_a_file_replaced_underneath_is_used_from_then_on(path: Path, tmp_path: Path, opened: OpenStore) -> None:
+def test_a_file_that_replaces_the_open_one_is_used(path: Path, tmp_path: Path, opened: OpenStore) -> None:
     other = opened(path=tmp_path / "other" / CACHE_FILE)
     fill(other, range(100, 110))
     other.close()

@@ -126,7 +126,7 @@ async def test_an_endpoints_own_name_for_the_model_is_sent_there_and_part_of_the
 
 
 @pytest.mark.parametrize(("request_", "given_up"), [(JudgeRequest("short"), True), (ChatRequest(body("long")), False)])
-def test_a_long_completion_is_not_measured_by_quick_ones(request_: Any, given_up: bool) -> None:
+def test_a_chat_completion_may_take_the_whole_timeout_however_fast_others_are(request_: Any, given_up: bool) -> None:
     config = JudgeConfig(endpoint="http://127.0.0.1:1", model="m")
     exchange: Any = RubricExchange(config, bytes(32)) if given_up else ChatExchange(config)
     endpoint = EndpointState(config, config.endpoints[0])

@@ -157,7 +157,7 @@ def test_a_request_avoids_the_endpoint_it_failed_on_if_there_is_another() -> Non
     assert choose_endpoint(two, 0.0, 10, avoid=first, avoid_until=1.0) == (None, 1.0)
 
 
-def test_choosing_tells_when_to_ask_again() -> None:
+def test_if_no_endpoint_is_ready_the_choice_is_the_time_to_ask_again() -> None:
     first, second = two = states(Endpoint(url="http://a"), Endpoint(url="http://b"))
     fail(first, Kind.BROKEN, times=10, now=0.0)
     fail(second, Kind.BROKEN, times=10, now=0.2)
@@ -203,7 +203,7 @@ def test_failed_probes_lengthen_the_pause_up_to_its_bound_and_an_answer_resets_i
     assert breaker.ready_at(now) == now + Breaker.FIRST_PAUSE_S
 
 
-def test_calls_of_an_earlier_time_do_not_move_the_breaker() -> None:
+def test_calls_sent_before_the_last_answer_do_not_change_the_breaker() -> None:
     breaker = opened(at=0.0)
     breaker.failed(0.1, known_at=0.1, probe=False)
     assert breaker.ready_at(0.1) == Breaker.FIRST_PAUSE_S

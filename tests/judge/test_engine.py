@@ -56,7 +56,7 @@ async def test_stats_add_up(mock: Mock, bench: Any) -> None:
 # -- never twice -----------------------------------------------------------------------------------------------------
 
 
-async def test_identical_requests_in_flight_share_one_call_which_ends_with_its_last_sharer(
+async def test_identical_requests_share_one_call_which_ends_when_the_last_one_is_cancelled(
     mock: Mock, bench: Any
 ) -> None:
     judge = mock(latency_s=0.3)
@@ -72,9 +72,7 @@ async def test_identical_requests_in_flight_share_one_call_which_ends_with_its_l
     assert judge.counts().received == 6 and judge.counts().most_received == 1 and judge.counts().gone == 1
 
 
-async def test_an_answered_request_comes_from_memory_in_a_new_engine_from_the_file_and_expires(
-    mock: Mock, bench: Any
-) -> None:
+async def test_an_answered_request_is_cached_in_memory_and_in_the_file_until_it_expires(mock: Mock, bench: Any) -> None:
     judge = mock()
     async with bench(judge.url) as engine:
         first = await engine.score(texts(20))
@@ -178,7 +176,9 @@ async def test_retry_after_is_waited_for_without_a_slot_and_costs_no_attempt(moc
     assert (verdict.status, verdict.attempts) == ("scored", 2) and time.monotonic() - began >= 2.0
 
 
-async def test_replies_are_read_as_they_are_meant(scripted: Any, replying: Any, bench: Any) -> None:
+async def test_cut_off_compressed_and_oversized_replies_are_recognized(
+    scripted: Any, replying: Any, bench: Any
+) -> None:
     replies = {
         b"cut": ({}, replying("1", "length")),
         b"free": ({}, replying("7", usage=None)),
@@ -379,7 +379,7 @@ async def test_an_endpoint_that_never_answers_fails_everything_within_the_reques
         assert all("Connect" in failed(v).detail or "no endpoint answered" in failed(v).detail for v in verdicts)
 
 
-async def test_a_judge_that_is_back_scores_the_next_batch_however_long_it_was_away(mock: Mock, bench: Any) -> None:
+async def test_after_any_outage_the_judge_scores_the_next_batch(mock: Mock, bench: Any) -> None:
     judge = mock(latency_s=0.01, outages=((0.0, 1000.0),))
     async with bench(judge.url, request_deadline_s=3.0) as engine:  # which a good batch needs on a busy machine
         assert "scored" not in reasons(await engine.score(texts(40, "lost")))
@@ -387,7 +387,7 @@ async def test_a_judge_that_is_back_scores_the_next_batch_however_long_it_was_aw
         assert reasons(await engine.score(texts(100, "next"))) == {"scored"}
 
 
-async def test_a_batchs_deadline_is_kept_and_leaves_what_was_scored(mock: Mock, bench: Any) -> None:
+async def test_a_batchs_deadline_is_kept_and_earlier_scores_stay(mock: Mock, bench: Any) -> None:
     judge = mock(scores={"quick": "5"}, latency_s=0.2)
     async with bench(judge.url, concurrency="fixed:1") as engine:
         began = time.monotonic()
@@ -502,7 +502,7 @@ async def test_any_mixture_of_batches_faults_cancels_and_deadlines_leaves_the_ac
         assert stats.submitted == stats.scored + sum(stats.failed.values()) == len(engine.verdicts)
 
 
-async def test_a_bug_of_ours_ends_one_request_and_not_the_others(
+async def test_an_exception_in_the_engine_ends_one_request_and_not_the_others(
     mock: Mock, bench: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain = BodyWriter.write

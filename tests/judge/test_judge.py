@@ -34,7 +34,7 @@ from freewheel.judge import tracker as tracker_module
 from freewheel.judge.judge import STATS_TIMEOUT_S, InlineJudge
 from freewheel.judge.testing import RunningJudge
 
-from .helpers import SLACK_S, WAIT_S, reasons, texts, until, wait_until
+from .helpers import SLACK_S, WAIT_S, open_fds, reasons, texts, until, wait_until
 
 Mock = Callable[..., RunningJudge]
 Make = Callable[..., Judge]
@@ -333,10 +333,6 @@ def test_a_process_that_keeps_dying_is_given_up_and_nothing_hangs(
 # -- closing ---------------------------------------------------------------------------------------------------------
 
 
-def open_fds() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 def children() -> set[str]:
     found = set()
     for task in Path("/proc/self/task").glob("*/children"):
@@ -402,7 +398,7 @@ def test_a_stopped_process_is_killed_at_closing_and_not_replaced(mock: Mock, mak
     assert not Path(f"/proc/{pid}").exists() and threading.active_count() == threads
 
 
-def test_a_judge_that_nobody_holds_lives_as_long_as_its_open_batch(mock: Mock, placement: str) -> None:
+def test_an_unreferenced_judge_lives_as_long_as_its_open_batch(mock: Mock, placement: str) -> None:
     url, threads = mock(latency_s=0.2).url, threading.active_count()
     handle = Judge(JudgeConfig(endpoint=url, model="m", placement=placement)).submit(["a", "b"])
     gc.collect()

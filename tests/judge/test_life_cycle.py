@@ -215,7 +215,7 @@ def test_a_fork_uses_the_same_judge_with_a_separate_engine(mock: Mock, script: A
     assert (code, out, err) == (0, "{3.0} 0\n{3.0} 0\n", "")
 
 
-def test_a_fork_right_after_the_first_submit_harms_neither(mock: Mock, script: Any) -> None:
+def test_a_fork_right_after_the_first_submit_harms_neither_process(mock: Mock, script: Any) -> None:
     """The link is starting its process just then; the fork must hold neither end of its socket."""
     process = script(
         """

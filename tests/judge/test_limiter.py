@@ -137,7 +137,7 @@ def test_after_a_burst_of_refusals_the_limit_is_at_most_what_was_accepted(accept
     assert not limiter.has_room()
 
 
-def test_a_burst_cuts_once_and_by_little() -> None:
+def test_a_burst_of_refusals_cuts_the_limit_once_and_by_little() -> None:
     limiter = Limiter()
     now = serve(limiter, 0.0, START // 2)
     out = fill(limiter, now)
@@ -241,14 +241,14 @@ UNPACED = sorted(name for name, profile in PROFILES.items() if profile.scale == 
 
 @settings(max_examples=10)
 @given(st.sampled_from(UNPACED), st.sampled_from((1 / 64, 1 / 8, 8.0)), st.integers(0, 1000))  # exact in binary
-def test_only_the_ratio_to_the_round_trip_counts(name: str, scale: float, seed: int) -> None:
+def test_scaling_all_times_of_a_judge_scales_the_time_of_the_batch(name: str, scale: float, seed: int) -> None:
     works = lognormal_works(256, seed=seed)
     plain = run_batch(PROFILES[name], Limiter(), works, seed=seed)
     scaled = run_batch(replace(PROFILES[name], scale=scale), Limiter(), works, seed=seed)
     assert scaled.elapsed_s / scale == pytest.approx(plain.elapsed_s, rel=1e-6)
 
 
-def test_slow_failures_in_a_row_do_not_make_it_wait_as_long_as_they_took() -> None:
+def test_slow_failures_in_a_row_do_not_cause_pauses_as_long_as_themselves() -> None:
     limiter = Limiter()
     now = 0.0
     for _ in range(100):

@@ -69,7 +69,7 @@ def test_a_status_has_its_kind(kind: Kind, statuses: list[int]) -> None:
         (Kind.THROTTLED, {"error": {"message": "Too many requests are in flight"}}, {}),
     ],
 )
-def test_a_429_is_for_credit_rate_or_concurrency_by_its_words_and_headers(
+def test_the_words_and_headers_of_a_429_tell_credit_rate_and_concurrency_apart(
     kind: Kind, body: object, headers: dict[str, str]
 ) -> None:
     assert outcome(429, body, **headers).kind is kind
@@ -211,7 +211,7 @@ def test_usage_is_found_at_a_streams_end_if_it_is_there() -> None:
         assert read_stream_usage(tail) == Usage()
 
 
-def test_models_are_read_from_a_list_of_them() -> None:
+def test_the_names_of_models_are_read_from_the_list() -> None:
     assert read_models(b'{"data": [{"id": "a"}, {"id": "b"}]}') == ["a", "b"]
     for content in (NESTED, b"", b"{}", b'{"data": [3]}', b'{"data": [{}]}'):
         assert read_models(content) == []

@@ -87,7 +87,7 @@ def test_a_lone_surrogate_is_replaced_and_nothing_else() -> None:
 # -- messages --------------------------------------------------------------------------------------------------------
 
 
-def test_a_request_with_all_parts_reads_as_documented() -> None:
+def test_a_request_with_all_parts_is_sent_as_documented() -> None:
     message = BUILDER.user(JudgeRequest("It is 4.", "What is 2+2?", "4"))
     code = code_of(message)
     assert message == (
@@ -99,7 +99,7 @@ def test_a_request_with_all_parts_reads_as_documented() -> None:
     )
 
 
-def test_a_rubrics_own_words_are_sent_before_the_rule_about_data_and_after_a_reask() -> None:
+def test_a_rubrics_own_instructions_and_reminder_are_sent() -> None:
     rubric = msgspec.structs.replace(BUILTIN["integer"], system="My own instructions.\n", reminder="Digits only.")
     builder = PromptBuilder(rubric, SECRET)
     assert builder.system == f"My own instructions.\n\n{DATA_RULE}"

@@ -137,7 +137,7 @@ Interleavings.TestCase.settings = settings(max_examples=60, stateful_step_count=
 test_any_interleaving_gives_each_request_exactly_one_verdict = Interleavings.TestCase
 
 
-def test_a_cancelled_batch_and_an_answer_that_comes_twice_make_room_once() -> None:
+def test_a_cancelled_batch_and_a_repeated_answer_free_their_places_once() -> None:
     tracker = RequestTracker()
     tracker.submit(requests(WINDOW), None).cancel()
     handle = tracker.submit(requests(WINDOW + 10), None)
@@ -147,14 +147,14 @@ def test_a_cancelled_batch_and_an_answer_that_comes_twice_make_room_once() -> No
     assert handle._verdicts[0] == Scored(1.0) and handle.progress().scored == 1
 
 
-def test_long_texts_travel_in_small_messages() -> None:
+def test_long_texts_are_sent_in_small_messages() -> None:
     tracker = RequestTracker()
     tracker.submit([JudgeRequest("x", reference="y" * (CHUNK_CHARS // 4)) for _ in range(16)], None)
     tracker.submit([JudgeRequest("x" * (CHUNK_CHARS // 4)) for _ in range(16)], None)
     assert max(len(m.indexes) for m in drain(tracker)) <= 5
 
 
-def test_older_batches_go_first_and_one_larger_than_the_window_gives_way() -> None:
+def test_older_batches_are_sent_first_and_a_batch_larger_than_the_window_takes_turns() -> None:
     tracker = RequestTracker()
     for _ in range(2):
         tracker.submit(requests(1000), None)
@@ -204,7 +204,7 @@ def test_a_batch_expires_after_the_grace_and_not_before() -> None:
 
 
 @pytest.mark.parametrize(("error", "reason"), [(JudgeClosed, "cancelled"), (EngineDied, "engine")])
-def test_at_the_end_everything_open_ends_and_nothing_more_is_accepted(error: Any, reason: str) -> None:
+def test_after_the_end_open_batches_are_answered_and_new_ones_are_refused(error: Any, reason: str) -> None:
     tracker = RequestTracker()
     handle, asked = tracker.submit([*requests(2), JudgeRequest("y", skip="rule")], None), tracker.ask_stats()
     tracker.end(error("out of luck"))

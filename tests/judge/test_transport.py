@@ -82,7 +82,7 @@ def test_messages_survive_any_fragmentation(cuts: list[int]) -> None:
         assert received(decoder, [stream[a:b] for a, b in pairwise([0, *ends])]) == messages
 
 
-def test_the_config_travels_whole_and_the_key_with_it() -> None:
+def test_the_config_is_sent_to_the_child_with_its_key() -> None:
     endpoints = (Endpoint(url="http://a", api_key="sk-own"), Endpoint(url="http://b", weight=0, model="m2"))
     config = JudgeConfig(
         endpoint=endpoints, model="m", api_key="sk-main", rubric="yes_no", prices={"m": Price(input=1, output=2)},

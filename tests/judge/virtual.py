@@ -17,11 +17,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Protocol, TypeVar
+from typing import Any
 
 from freewheel.judge.pacing import Pacer
-
-T = TypeVar("T")
 
 REFERENCE_RTT_S = 2.0
 """Mean service time of every profile before scaling. All other times are relative to it."""
@@ -125,7 +123,6 @@ class VirtualJudge:
         self._allowance = (profile.rate_per_s or 0.0) * RATE_BURST_S
         self._refilled_at = 0.0
         self.refused = 0
-        self.most_in_service = 0
 
     def _share(self) -> float:
         profile = self._profile
@@ -178,7 +175,6 @@ class VirtualJudge:
         answer = self._decide()
         if answer is Answer.ACCEPTED:
             heapq.heappush(self._serving, (self._progress + work_s, key))
-            self.most_in_service = max(self.most_in_service, len(self._serving))
         elif answer is not Answer.DOWN:
             self.refused += 1
         return answer
@@ -206,20 +202,6 @@ class VirtualJudge:
         return Answer.ACCEPTED
 
 
-class Controller(Protocol[T]):
-    """The part of a limiter that `run_batch` uses; `freewheel.judge.limiter.Limiter` has it."""
-
-    @property
-    def quiet_until(self) -> float: ...
-
-    def has_room(self) -> bool: ...
-    def sent(self, now: float) -> T: ...
-    def succeeded(self, ticket: T, now: float) -> None: ...
-    def throttled(self, ticket: T, now: float) -> None: ...
-    def faulted(self, ticket: T, now: float, *, overload: bool) -> None: ...
-    def released(self, ticket: T, now: float) -> None: ...
-
-
 @dataclass(frozen=True)
 class Outcome:
     """One batch: its virtual time and its refusals."""
@@ -229,7 +211,6 @@ class Outcome:
     """429s."""
     faults: int
     """503s and requests lost to an outage."""
-    most_in_service: int
 
 
 def lognormal_works(count: int, *, seed: int, mean_s: float = REFERENCE_RTT_S, sigma: float = SIGMA) -> list[float]:
@@ -241,21 +222,20 @@ def lognormal_works(count: int, *, seed: int, mean_s: float = REFERENCE_RTT_S, s
 
 def run_batch(
     profile: Profile,
-    controller: Controller[T],
+    controller: Any,
     works_s: Sequence[float],
     *,
     seed: int,
     pacer: Pacer | None = None,
-    watch: Callable[[float], None] | None = None,
 ) -> Outcome:
-    """Send every request until it is done. `watch` is called after each event."""
+    """Send every request until it is done. `controller` has the methods of `Limiter`."""
     judge = VirtualJudge(profile)
     rng = random.Random(seed)
     scale = profile.scale
     works = [work * scale for work in works_s]
     pacer = pacer if pacer is not None else Pacer()
     fresh: deque[int] = deque(range(len(works)))
-    tickets: dict[int, T] = {}
+    tickets: dict[int, Any] = {}
     attempts: dict[int, int] = {}
     backing_off: list[tuple[float, int]] = []
     refusals: list[tuple[float, int, Answer]] = []
@@ -309,6 +289,4 @@ def run_batch(
             else:
                 controller.throttled(ticket, now)
             heapq.heappush(backing_off, (now + wait_s, key))
-        if watch is not None:
-            watch(now)
-    return Outcome(now, judge.refused, faults, judge.most_in_service)
+    return Outcome(now, judge.refused, faults)
