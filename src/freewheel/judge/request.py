@@ -46,8 +46,6 @@ _PRIVATE_FIELDS = ("user", "metadata", "safety_identifier")
 
 CODE_HEX_DIGITS = 32
 """128 bits of the HMAC: impossible to guess, and short enough for a judge to compare."""
-_LENGTH_BYTES = 8
-"""The HMAC's input has each field's length before the field, so that no two requests have the same input."""
 _MARK = "\x00user\x00"
 """Placeholder of the user message in an encoded body."""
 
@@ -144,16 +142,19 @@ class RequestHasher:
             self._base.update(b"%d:" % len(part) + part)
 
     def __call__(self, request: JudgeRequest) -> bytes:
-        prompt, reference, response = request.prompt.encode(), request.reference.encode(), request.response.encode()
         digest = self._base.copy()
-        digest.update(b"%d:%d:%d:" % (len(prompt), len(reference), len(response)) + prompt + reference + response)
+        digest.update(_encode_content(request))
         return digest.digest()
+
+
+def _encode_content(request: JudgeRequest) -> bytes:
+    """Encode the texts behind their lengths, so that no two contents give the same bytes."""
+    prompt, reference, response = request.prompt.encode(), request.reference.encode(), request.response.encode()
+    return b"%d:%d:%d:" % (len(prompt), len(reference), len(response)) + prompt + reference + response
 
 
 class PromptBuilder:
     """Builds the messages of one rubric. The response is sent unchanged, and cannot leave its block."""
-
-    __slots__ = ("_begin", "_end", "_parts", "_reminder", "_secret", "_tail", "system")
 
     def __init__(self, rubric: Rubric, secret: bytes) -> None:
         self.system = rubric.system_text()
@@ -161,13 +162,13 @@ class PromptBuilder:
         self._begin = {field: f"{BEGIN}{label} " for field, label in LABELS.items()}
         # On a separate line, however the text ends.
         self._end = {field: f"\n{END}{label} " for field, label in LABELS.items()}
-        self._parts = _lines(template_parts(rubric.template))
+        self._parts = _end_lines(template_parts(rubric.template))
         self._tail = rubric.closing_text()
         self._reminder = rubric.reminder_text()
 
     def user(self, request: JudgeRequest) -> str:
         """The user message of a first ask."""
-        code = self._code(request)
+        code = hmac.digest(self._secret, _encode_content(request), "sha256").hex()[:CODE_HEX_DIGITS]
         close = code + MARKER_CLOSE
         pieces = [ANNOUNCE, code, ".\n\n"]
         for text, field in self._parts:
@@ -183,13 +184,8 @@ class PromptBuilder:
         """The user message after an unreadable reply: the first one plus the rubric's reminder."""
         return f"{self.user(request)}\n\n{self._reminder}"
 
-    def _code(self, request: JudgeRequest) -> str:
-        fields = [text.encode() for text in (request.prompt, request.reference, request.response)]
-        framed = b"".join([part for data in fields for part in (len(data).to_bytes(_LENGTH_BYTES, "big"), data)])
-        return hmac.digest(self._secret, framed, "sha256").hex()[:CODE_HEX_DIGITS]
 
-
-def _lines(parts: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+def _end_lines(parts: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
     """Return the template parts with line breaks added, so that each text ends its line before the next block or the
     closing line."""
     found: list[tuple[str, str]] = []

@@ -430,7 +430,8 @@ class Link:
             if self._config.placement == "process":
                 await self._run_children()
             elif not self._stop.is_set():
-                await self._run_service()
+                service = Service(self._config, self._tracker.spent, lambda message: self._take(service.take, message))
+                await service.run()
         finally:
             if self._timer is not None:
                 self._timer.cancel()
@@ -486,10 +487,6 @@ class Link:
         self._give_up(f"the judge's link broke: {type(error).__name__}: {error}")
         with contextlib.suppress(Exception):  # the loop has never started, or has ended
             self._stop_engine()
-
-    async def _run_service(self) -> None:
-        service = Service(self._config, self._tracker.spent, lambda message: self._take(service.take, message))
-        await service.run()
 
     async def _run_children(self) -> None:
         deaths: list[float] = []
