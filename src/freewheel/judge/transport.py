@@ -304,9 +304,9 @@ def tune_process() -> None:
 
 
 def main() -> None:
+    """The child's program. The first argument is the descriptor of its socket, which first brings the config."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # they reach the whole process group, and the parent closes the engine
-    tune_process()
     sock = socket.socket(fileno=int(sys.argv[1]))
     head = sock.recv(_LENGTH.size, socket.MSG_WAITALL)
     if len(head) == _LENGTH.size:
@@ -320,6 +320,7 @@ async def _serve(sock: socket.socket, setup: Configure) -> None:
     loop = asyncio.get_running_loop()
     pipe = Pipe(ENGINE_DECODER, lambda message: service.take(message))
     service = Service(setup.config, setup.spent, pipe.send)
+    tune_process()  # after all imports
     logger = logging.getLogger("freewheel")
     logger.addHandler(_ForwardingHandler(pipe.send))
     logger.setLevel(logging.INFO)
