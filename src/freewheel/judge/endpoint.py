@@ -1,4 +1,4 @@
-"""The state of one endpoint: may a request be sent there now, and what did the last call teach?
+"""The state of one endpoint: whether a request may be sent there now, and what its calls have shown.
 
     choose_endpoint ─▶ EndpointState.ready_at ─▶ send ─▶ Permit ─▶ replied | failed | dropped
 
@@ -198,9 +198,9 @@ class EndpointState:
         self.latencies: deque[float] = deque(maxlen=LATENCIES_KEPT)
         self.patience = AttemptPatience(config.attempt_timeout_s, self.latencies)
         self.halted: Failure | None = None
-        """Why nothing is sent here any more."""
+        """The failure after which nothing more is sent here."""
         self.reserved_cost = 0.0
-        """What the calls under way may cost."""
+        """The most that the calls under way may cost."""
         self.stats = EndpointStats(url=self.url, model=self.model)
         self._price = config.prices.get(self.model)
         self._bytes_per_token = _BYTES_PER_TOKEN

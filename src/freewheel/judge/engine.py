@@ -84,7 +84,7 @@ class InFlightRequest:
         self.exchange = exchange
         self.key, self.size, self.keep_as, self.most_tokens, self.patient = identity
         self.held_s = 0.0
-        """How long its own client made the judge wait."""
+        """Time that the judge waited for this request's client."""
         self.committed = False
         """Its client has part of the answer: it cannot be repeated, and no time limit applies."""
         self.queued_at = now
@@ -93,12 +93,12 @@ class InFlightRequest:
         self.calls = self.faults = self.throttles = self.timeouts = self.stales = self.asks = 0
         self.deadline_at = NEVER
         self.permit: Permit | None = None
-        """Of the call under way."""
+        """The permit of the call under way."""
         self.overdue = False
         """`Engine._end_overdue` cancelled the call because it took too long."""
         self.task: asyncio.Task[None] | None = None
         self.avoid: EndpointState | None = None
-        """Where it has just failed. It is not sent there again before `avoid_until`."""
+        """The endpoint where it just failed. It is not sent there again before `avoid_until`."""
         self.avoid_until = -NEVER
         self.last = ""
         """The last failure, for the verdict's detail."""
@@ -129,7 +129,7 @@ class Engine:
         answered_all: Callable[[], None] = lambda: None,
         spent: float = 0.0,
     ) -> None:
-        """`answered_all` is called when no batch is open any more. `spent`: what others have spent of `max_cost`."""
+        """`answered_all` is called when no batch is open any more. `spent`: the part of `max_cost` that others have spent."""
         self._config = config
         self._deliver = deliver
         self._answered_all = answered_all

@@ -8,7 +8,7 @@ The engine calls it when a request is sent and when it ends. It is pure: the cal
     sent ──▶ Ticket ──▶ succeeded   grows the limit; every 32 successes give the throughput at this level
                    ├──▶ throttled   the level is too high: one cut per epoch, to the accepted level
                    ├──▶ faulted     counts only if it is not an isolated fault
-                   └──▶ released    frees the slot and teaches nothing
+                   └──▶ released    frees the slot and says nothing about the level
 
 All times are measured in round trips (the mean latency), never in seconds. A judge that answers in 0.2 s is therefore
 handled ten times as fast as one that takes 2 s.
@@ -139,7 +139,7 @@ Bin = Annotated[int, msgspec.Meta(ge=0, le=_BINS_PER_OCTAVE * 12)]
 
 
 class LimiterMemory(msgspec.Struct, frozen=True):
-    """What is kept between steps and runs. It may be old; decoding refuses a damaged one."""
+    """The state that is kept between steps and runs. It may be old; decoding refuses a damaged one."""
 
     window: Level = 0.0
     bound: Level = 0.0
@@ -296,7 +296,7 @@ class Limiter:
                 self._target = self._bound = returns_to
 
     def released(self, ticket: Ticket, now: float) -> None:
-        """Cancelled, refused for its rate, or a 4xx. None of them tells anything about concurrency."""
+        """Cancelled, refused for its rate, or a 4xx. None of them says anything about concurrency."""
         self.in_flight -= 1
 
     def _end_refused(self, ticket: Ticket, now: float) -> None:
