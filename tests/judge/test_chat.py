@@ -96,25 +96,6 @@ async def test_a_refusal_a_tool_call_and_a_truncated_reply_are_passed_on_and_not
     assert len(server.seen) == 5, "the tool call is cached"
 
 
-@pytest.mark.parametrize(
-    ("first", "reason"),
-    [
-        ((400, {}, b'{"error": {"message": "no such field"}}'), "rejected"),
-        ((200, {}, b'{"error": {"code": 400, "message": "no such field"}}'), "rejected"),
-        ((200, {}, b"<html>"), None),
-    ],
-)
-async def test_a_refusal_is_a_failure_that_is_not_cached_and_garbage_is_requested_again(
-    scripted: Any, replying: Any, first: Any, reason: str | None
-) -> None:
-    async with judge_at(scripted(lambda number, *_: first if number == 1 else (200, {}, replying("7"))).url) as judge:
-        if reason is not None:
-            [refused] = await ask(judge, body())
-            assert isinstance(refused, Failed) and refused.reason == reason and "no such field" in refused.detail
-        [answer] = await ask(judge, body())
-    assert answer.content == replying("7") and answer.attempts == (2 if reason is None else 1)
-
-
 async def test_an_endpoints_own_name_for_the_model_is_sent_there_and_part_of_the_key(
     scripted: Any, replying: Any
 ) -> None:

@@ -191,6 +191,8 @@ def test_a_refusal_or_an_error_with_status_200_is_recognized(
 ) -> None:
     found = read_completion(content)
     assert isinstance(found, Failure) and (found.kind, found.billed) == (kind, billed) and words in found.detail
+    if not billed:
+        assert read_chat(content) == found, "a client's completion has the same errors"
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,10 @@ class Engine:
         answered_all: Callable[[], None] = lambda: None,
         spent: float = 0.0,
     ) -> None:
-        """`answered_all` is called when no batch is open any more. `spent`: the part of `max_cost` that others have spent."""
+        """`answered_all` is called when no batch is open any more.
+
+        `spent`: the part of `max_cost` that others have spent.
+        """
         self._config = config
         self._deliver = deliver
         self._answered_all = answered_all
