@@ -288,7 +288,8 @@ class Engine:
         self._busy.set()
         if deadline_at is not None:
             left_s = max(0.0, deadline_at - time.monotonic())
-            batch.timer = self._loop.call_later(left_s, self._expire_batch, batch)
+            why = "the batch's deadline is over; "
+            batch.timer = self._loop.call_later(left_s, self._abandon, batch, Reason.DEADLINE, why)
         for endpoint in self._endpoints:
             endpoint.reconsider()
         return batch
@@ -578,10 +579,6 @@ class Engine:
         inflight.waiters = later
         inflight.deadline_at = min(since for _, _, since in later) + limit_s
         self._answer_all(over, Failed(Reason.DEADLINE.value, inflight.calls, detail, inflight.usage))
-
-    def _expire_batch(self, batch: Batch) -> None:
-        self._abandon(batch, Reason.DEADLINE, "the batch's deadline is over; ")
-        self._pump()
 
     def _abandon(self, batch: Batch, reason: Reason, detail: str) -> None:
         """Fail this batch's requests. Drop the calls that nobody else waits for."""
