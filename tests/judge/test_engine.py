@@ -448,14 +448,7 @@ async def test_max_cost_holds_where_replies_are_unbounded_or_unusable(
         assert engine.engine.spent <= 0.1 and len(judge.seen) == 2
 
 
-async def test_rate_limits_are_kept(mock: Mock, bench: Any) -> None:
-    judge = mock()
-    async with bench(judge.url, requests_per_minute=600.0) as engine:
-        began = time.monotonic()
-        batch = engine.submit(texts(100))
-        await asyncio.sleep(1.0)
-        engine.engine.cancel(batch)
-        assert 5 <= judge.counts().received <= 10 + 10 * (time.monotonic() - began) + 3, "a burst and 10 a second"
+async def test_a_judges_rate_limit_is_learned_without_a_storm(mock: Mock, bench: Any) -> None:
     judge = mock(requests_per_minute=3000.0, rate_window_s=0.5, latency_s=0.05)
     async with bench(judge.url) as engine:
         assert reasons(await engine.score(texts(120))) == {"scored"}

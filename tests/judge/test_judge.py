@@ -501,8 +501,3 @@ async def test_open_requests_of_an_inline_judge_end_with_their_deadline_caller_o
     assert judge.share_done == 1.0 and asyncio.all_tasks() - {task} == before
     with pytest.raises(JudgeClosed):
         await judge.score(["more"])
-
-
-async def test_an_inline_judge_that_cannot_start_reports_why(mock: Mock) -> None:
-    with pytest.raises(ConfigError, match="ca_file"):
-        await InlineJudge(JudgeConfig(endpoint=mock().url, model="m", ca_file="/nowhere/ca.pem")).start()
