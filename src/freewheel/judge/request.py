@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from freewheel.judge.cache import CachedReply
 from freewheel.judge.config import JudgeConfig
 from freewheel.judge.outcome import Failure, HungUp, Reply, read_chat
 from freewheel.judge.parse import Unparseable, make_reader
@@ -34,6 +33,7 @@ from freewheel.judge.rubric import ANNOUNCE, BEGIN, END, LABELS, MARKER_CLOSE, R
 from freewheel.judge.verdict import Scored, Usage, without_surrogates
 
 if TYPE_CHECKING:
+    from freewheel.judge.cache import CachedReply
     from freewheel.judge.client import ChatClient
     from freewheel.judge.engine import InFlightRequest
 
