@@ -114,11 +114,11 @@ def test_the_simulation_gives_what_a_verdict_promises(groups, threshold, helps):
 def test_the_work_is_bounded_for_any_size_of_a_step(groups):
     one = planned(table("1.5b"), 4)
     for generators in (1, 4, 20):
-        (job,) = one.jobs([(2, generators)], unending(groups))
+        job = one.job(2, generators, unending(groups))
         lives = slice_of(job.scene)[0].bounds.total_groups
         assert lives == job.lives <= max(HUGE_LIVES, 9 * groups // generators + 9)
     with pytest.raises(ConfigError, match="--groups-per-step = 200000: one step has 1,600,000 responses"):
-        one.jobs([(2, 1)], unending(200_000))
+        one.job(2, 1, unending(200_000))
 
 
 # -- how it is shown --------------------------------------------------------------------------------------------------
