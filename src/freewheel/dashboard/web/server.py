@@ -137,14 +137,14 @@ def serve(runs: Runs, listening: socket.socket, token: str, *, ready: Callable[[
 
 
 async def _serve(runs: Runs, listening: socket.socket, token: str, ready: Callable[[], None]) -> None:
-    told = asyncio.Event()
+    stopping = asyncio.Event()
     for one in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(one, told.set)
+        asyncio.get_running_loop().add_signal_handler(one, stopping.set)
     server = Server(runs, token=token)
     await server.start(listening)
     try:
         ready()
-        await told.wait()
+        await stopping.wait()
     finally:
         await server.stop()
 
