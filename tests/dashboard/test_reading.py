@@ -48,16 +48,6 @@ def look(found: Any) -> Any:
 # -- lines ------------------------------------------------------------------------------------------------------------
 
 
-def test_half_a_line_waits_for_its_other_half(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b"one\ntw")
-    tail = Tail(path)
-    assert lines_of(tail) == [b"one"] and lines_of(tail) == []
-    with path.open("ab") as file:
-        file.write(b"o\nthree\n")
-    assert lines_of(tail) == [b"two", b"three"] and lines_of(tail) == []
-
-
 def test_blocks_know_their_position_and_endless_lines_are_skipped(tmp_path, monkeypatch):
     monkeypatch.setattr(lines_module, "BLOCK_BYTES", 8)
     monkeypatch.setattr(lines_module, "LONGEST_LINE_BYTES", 32)

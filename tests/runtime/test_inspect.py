@@ -240,7 +240,7 @@ def test_a_folder_without_a_run_is_a_one_line_error(tmp_path: Path, run_dir: Pat
     assert "prompts 0 to 9 have been seen" in refused(run_dir, "--group", 10)
 
 
-def test_neither_torch_nor_ray_is_imported_nor_what_the_settings_name(run_dir: Path):
+def test_inspect_imports_neither_torch_nor_ray_nor_classes_from_the_settings(run_dir: Path):
     text = (run_dir / "config.yaml").read_text().replace("rollouter_class: null", "rollouter_class: evil:Rollouter")
     (run_dir / "config.yaml").write_text(text)
     (run_dir / "evil.py").write_text("raise SystemExit('imported')")
@@ -307,5 +307,5 @@ def test_a_compacted_group_keeps_step_version_and_time_and_tokens_need_no_tokeni
     assert str(PROMPT) in freewheel(tmp_path, "--group", 3).stdout, "token ids, without a tokenizer"
 
 
-def test_what_a_model_said_cannot_rewrite_the_terminal():
+def test_model_output_cannot_rewrite_the_terminal():
     assert shown("a\x1b[2J\r\x07b\n\u202ec") == "a\\x1b[2J\\r\\x07b\n\\u202ec"
