@@ -67,7 +67,7 @@ REFINED = 4
 NEARBY = 3
 """Splits to simulate for each of many numbers of accelerators: the first of `AROUND`."""
 LIVES = 20_000
-"""Groups of a simulation: enough for one percent."""
+"""Groups per simulation: enough for figures within one percent."""
 LEAST_STEPS, MOST_STEPS = 12, 40
 HUGE_LIVES = 400_000
 """From here on a simulation has as few steps as possible, because it has enough groups."""

@@ -26,7 +26,7 @@ from freewheel.rollout.rollouter import PUT_LINGER_S
 from freewheel.runtime.bottleneck import Scoring, Setting, Tried, Verdict, in_turns, streaming, verdict
 
 BLOCK = 4096
-"""Numbers drawn at a time, so that a draw costs no more than an iterator."""
+"""Numbers drawn at once, because single draws are slow."""
 HALVINGS = 60
 """Bisections of an interval until floats are exhausted."""
 

@@ -36,7 +36,7 @@ NICENESS = 10
 
 
 class Start(msgspec.Struct):
-    """Read from stdin. Other users could read a token among the arguments."""
+    """What the child reads from stdin. Other users could read a token among its arguments."""
 
     run: str
     token: str
