@@ -205,7 +205,7 @@ thorough = settings(max_examples=150, deadline=None, suppress_health_check=[Heal
 
 
 @thorough
-@given(scenes(), st.integers(0, 5))
+@given(scenes, st.integers(0, 5))
 def test_every_group_ends_once_within_the_bound_and_a_seed_repeats_the_run(one, seed):
     run = Simulation(one, seed=seed)
     outcome = run.run()  # it asserts the bound for each group, and that it did not stall
@@ -220,7 +220,7 @@ def test_every_group_ends_once_within_the_bound_and_a_seed_repeats_the_run(one, 
 
 
 @thorough
-@given(scenes())
+@given(scenes)
 def test_no_run_is_faster_than_any_of_its_parts(one):
     outcome = simulate(replace(one, window=(0, one.steps)))
     saved = (one.scores.rate_per_s or 0.0) * SAVED_S
