@@ -8,6 +8,7 @@ import os
 import shutil
 import sqlite3
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -281,10 +282,12 @@ def test_an_engine_is_behind_if_it_lags_more_than_staleness_allows(tmp_path, mod
     assert found["syncs"][40 - 17]["engines"]["rollouter-0"]["attempts"] == 2
 
 
+BOMB = "&a [x, x]" + "".join(f", &{new} [{', '.join([f'*{old}'] * 9)}]" for old, new in pairwise("abcdefghi"))
+"""Nested aliases: written out, they fill any memory."""
 GARBAGE = (
     *("\x00", "[a]", "mode: [a]", "mode: {}", "mode:", "mode: 3", "? [a, b]\n: 3", "seed: 0x" + "f" * 9000),
     *("{a: " * 2000 + "1" + "}" * 2000, "mode: fully_async", "async_training: {staleness_threshold: many}"),
-    "async_training: {staleness_threshold: .nan}",
+    *("async_training: {staleness_threshold: .nan}", f"mode: [{BOMB}]"),
     "{trainer: {total_steps: %s}, async_training: {staleness_threshold: %s}, data: {task: %s}}" % (("9" * 400,) * 3),
 )
 
@@ -298,6 +301,7 @@ def test_meaningless_settings_are_as_good_as_none(tmp_path, config):
         found = views.overview(view)
         weights = views.weights(view)
         json.dumps([found, weights, views.judge(view)], allow_nan=False)
+    assert views.ledger(folder)["report"]["live"] == "", "the ledger needs no settings"
     assert weights["engines"][0]["behind"] is None, "how far it may lag is unknown"
     views.compare([view, view], "eval/reward", "eval")
     assert found["bounds"]["staleness_threshold"] is None and found["now"]["total_steps"] is None
