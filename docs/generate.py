@@ -99,7 +99,7 @@ Generated from the program by `make docs`; `freewheel COMMAND --help` says the s
 not flags but `key=value`: [configuration](configuration.md#a-training-run).
 """
 
-MARKS = ("<!-- from observe/names.py, by docs/generate.py -->\n", "<!-- until here -->\n")
+MARKS = ("<!-- from observe/metrics.py, by docs/generate.py -->\n", "<!-- until here -->\n")
 PATH_MARKS = ("<!-- path of a prompt, from scripts/house.py -->\n", "<!-- end of the path -->\n")
 ORDER_MARKS = ("<!-- import order, from scripts/house.py -->\n", "<!-- end of the order -->\n")
 """Everything between these marks is generated."""
@@ -169,7 +169,9 @@ def judge_sections() -> Iterator[tuple[str, str, str]]:
 
 def training_sections() -> Iterator[tuple[str, str, str]]:
     """(title, introduction, table) of each part of a run's configuration."""
-    structs: list[tuple[str, str, Any]] = [("The whole run", "", TrainConfig), *_training_sections()]
+    sections = {name: section_of(kind) for name, kind in get_type_hints(TrainConfig).items()}
+    structs: list[tuple[str, str, Any]] = [("The whole run", "", TrainConfig)]
+    structs += [(f"`{name}`", f"{name}.", struct) for name, struct in sections.items() if struct is not None]
     structs.insert(2, ("`model.lora`", "model.lora.", LoraConfig))
     structs.append(("`observe.alerts`, by a metric's name", "observe.alerts.NAME.", Alert))
     for title, path, struct in structs:
@@ -182,12 +184,6 @@ def configuration() -> str:
 
     training = f"{TRAINING}{packaged_table()}\n{sections(training_sections())}"
     return f"{CONFIGURATION}{training}{JUDGE}{sections(judge_sections())}"
-
-
-def _training_sections() -> list[tuple[str, str, Any]]:
-    hints = get_type_hints(TrainConfig)
-    named = [(name, section_of(kind)) for name, kind in hints.items()]
-    return [(f"`{name}`", f"{name}.", struct) for name, struct in named if struct is not None]
 
 
 def typed_table(struct: type[msgspec.Struct], path: str) -> str:

@@ -1,10 +1,10 @@
-"""Brings into the site what lies outside docs/: README, changelog, contributing, an example's README.
+"""Adds pages from outside docs/ to the site: README, changelog, contributing, an example's README.
 
     on_files           each of them becomes a separate page, with the text as it is
     on_page_markdown   links between files of the repository become links between pages of the site
 
-So nothing is said twice, and every page reads the same on GitHub. A link to a file that is no page, a script or the
-licence, is left as plain text. MkDocs calls these two by their names.
+So no text is written twice, and every page reads the same on GitHub. A link to a file that is not a page, such as a
+script, becomes plain text. MkDocs calls these two functions by their names.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
 
 
 def relinked(markdown: str, page: str, there: set[str]) -> str:
-    """The text with links as the site needs them. `page` and `there` are paths within the site."""
+    """Return the text with links as the site needs them. `page` and `there` are paths within the site."""
     parts, at = [], 0
     for fence in FENCE.finditer(markdown):
         parts += [_links(markdown[at : fence.start()], page, there), fence.group()]

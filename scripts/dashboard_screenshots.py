@@ -1,8 +1,8 @@
 """Pictures of every view of the dashboard, from a real run: `python scripts/dashboard_screenshots.py RUN [RUN …]`.
 
 Writes `docs/images/dashboard-VIEW.png`, and for some views one in the dark and one of a phone. Needs playwright and a
-Chromium, as tests/browser does, and makes the files small with pngquant where that is installed. The runs are yours to
-make: one with a judge shows the most, and several are compared.
+Chromium, as tests/browser does, and makes the files small with pngquant where that is installed. Make the runs first:
+one with a judge shows the most, and several are compared.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def shoot(page: Page, url: str, view: str, path: Path) -> None:
 
 
 def find_two_versions(page: Page) -> None:
-    """Goes to the first sample of any run that two weight versions made: that is what the colours are for."""
+    """Open the first sample that two weight versions made: only such a sample shows what the colours mean."""
     for run in page.eval_on_selector_all("#runs option", "all => all.map(one => one.value)"):
         page.select_option("#runs", run)
         page.wait_for_timeout(SETTLES_MS)

@@ -130,7 +130,7 @@ def batch(tokenizer: PreTrainedTokenizerFast, examples: list[tuple[str, str]]) -
 
 
 def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, *, steps: int, seed: int) -> float:
-    """Gives the last loss."""
+    """Train the model and return the last loss."""
     draw = np.random.default_rng(seed)
     pool = list(problems("train"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01, betas=(0.9, 0.98))
@@ -155,7 +155,7 @@ def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, *, steps:
 
 @torch.no_grad()
 def mean_reward(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, *, sampled: bool) -> float:
-    """On the held-out problems."""
+    """Return the mean reward on the held-out problems."""
     held_out = rows("test")
     prompts = tokenizer([row["prompt"] for row in held_out], padding=True, return_tensors="pt")
     prompts = {key: prompts[key] for key in ("input_ids", "attention_mask")}
@@ -172,7 +172,7 @@ def mean_reward(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, *, 
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    """Whole or not at all: a folder that is half old and half new would open, and be wrong."""
+    """Replace the folder as a whole: a mix of old and new files would load, and be wrong."""
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, max_new_tokens=NEW_TOKENS
     )

@@ -6,6 +6,7 @@ page ─▶ blocks (```language) ─▶ shell lines ─▶ Command: its words, a
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shlex
@@ -14,6 +15,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -56,12 +58,12 @@ class Command:
 
 
 def as_typed(words: Iterable[str]) -> str:
-    """With quotes only where the shell needs them."""
+    """Join words with quotes only where the shell needs them."""
     return " ".join(word if PLAIN.fullmatch(word) else shlex.quote(word) for word in words)
 
 
 def blocks(*languages: str, pages: list[Path] | None = None) -> list[Block]:
-    """All code blocks, or those in one of these languages."""
+    """Return all code blocks, or those in one of these languages."""
     found = []
     for page in PAGES if pages is None else pages:
         text = page.read_text(encoding="utf-8")
@@ -73,7 +75,7 @@ def blocks(*languages: str, pages: list[Path] | None = None) -> list[Block]:
 
 
 def prose(page: Path) -> str:
-    """The text without its code blocks."""
+    """Return the text without its code blocks."""
     return FENCE.sub("", page.read_text(encoding="utf-8"))
 
 
@@ -82,7 +84,7 @@ def inline_code(page: Path) -> list[str]:
 
 
 def slug(heading: str) -> str:
-    """As GitHub makes it, and the site."""
+    """Return the anchor of a heading, as GitHub and the site make it."""
     words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").strip()
     return re.sub(r"[^\w\- ]", "", words.lower()).replace(" ", "-")
 
@@ -109,11 +111,20 @@ def build_site(folder: Path) -> str:
     return done.stdout + done.stderr
 
 
+def load_script(path: Path) -> ModuleType:
+    """Import a script that belongs to no package."""
+    spec = importlib.util.spec_from_file_location(f"script_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 # -- commands ----------------------------------------------------------------------------------------------------------
 
 
 def commands(block: Block) -> list[Command]:
-    """Each simple command of a shell block, with variables before it and redirections taken off."""
+    """Return each simple command of a shell block, without variables before it and without redirections."""
     folder, found = ROOT, []
     for number, line in _logical_lines(block):
         for words in _simple_commands(line):
@@ -125,7 +136,7 @@ def commands(block: Block) -> list[Command]:
 
 
 def _logical_lines(block: Block) -> Iterator[tuple[int, str]]:
-    """Lines as the shell sees them: continued ones joined; in a `console` block those after a prompt."""
+    """Yield lines as the shell sees them: continued ones joined, and of a `console` block only those after a prompt."""
     lines = block.code.splitlines()
     at = 0
     while at < len(lines):

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 import yaml
 
-from freewheel.observe.metrics import describe
 from freewheel.runtime.config_files import all_keys
 
-from .documents import DOCS, LINK, PAGES, ROOT, anchors, inline_code, prose
+from .documents import DOCS, LINK, PAGES, ROOT, anchors, inline_code, load_script, prose
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-
-
-def module(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"docs_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    return loaded
 
 
 @cache
@@ -54,7 +43,7 @@ def nav_pages(nav: Any) -> list[str]:
 
 
 def test_generated_text_is_up_to_date():
-    for path, text in module(DOCS / "generate.py").pages().items():
+    for path, text in load_script(DOCS / "generate.py").pages().items():
         assert path.read_text(encoding="utf-8") == text, f"{path.name} is out of date: run `make docs`"
 
 
@@ -66,11 +55,9 @@ def test_every_key_flag_and_metric_has_a_description(name: str):
         assert row.rstrip("| ").rpartition(" | ")[2].strip(" `|"), f"no description: {row}"
 
 
-def test_the_reference_pages_list_every_key_and_metric():
+def test_the_reference_page_lists_every_key():
     settings = (DOCS / "configuration.md").read_text()
     assert [key for key in all_keys() if f"| `{key}` |" not in settings] == []
-    metrics = (DOCS / "metrics.md").read_text()
-    assert [name for name in describe() if f"| `{name}` |" not in metrics] == []
 
 
 # -- links -------------------------------------------------------------------------------------------------------------
@@ -131,7 +118,7 @@ def test_a_drawing_works_on_light_and_dark_pages_and_fetches_nothing(path: Path)
 
 
 def test_navigation_lists_every_page_once():
-    outside = module(DOCS / "outside.py").OUTSIDE
+    outside = load_script(DOCS / "outside.py").OUTSIDE
     there = {page.relative_to(DOCS).as_posix() for page in DOCS.glob("**/*.md")} | set(outside.values())
     listed = nav_pages(site()["nav"])
     assert len(listed) == len(set(listed))
@@ -140,7 +127,7 @@ def test_navigation_lists_every_page_once():
 
 
 def test_links_to_files_outside_docs_become_links_between_pages():
-    relinked = module(DOCS / "outside.py").relinked
+    relinked = load_script(DOCS / "outside.py").relinked
     there = {"verl.md", "index.md", "images/a.svg", "project/readme.md", "project/gsm8k.md"}
     assert relinked("[a](docs/verl.md#x)", "project/readme.md", there) == "[a](../verl.md#x)"
     assert relinked("[`b`](../README.md#c)", "verl.md", there) == "[`b`](project/readme.md#c)"
@@ -222,8 +209,6 @@ SYMPTOMS = {
 def test_every_known_symptom_has_a_key_a_metric_and_a_remedy(symptom: str):
     page = (DOCS / "troubleshooting.md").read_text()
     (row,) = [line for line in page.splitlines() if line.startswith(f"| {symptom} |")]
-    look, remedy = row.split(" | ")[1:3]
-    assert look.strip() and remedy.strip("| ")
     assert [word for word in SYMPTOMS[symptom] if word not in row] == []
 
 

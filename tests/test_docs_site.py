@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -41,24 +41,24 @@ class Page(HTMLParser):
             self.text.append(data)
 
 
+@dataclass
 class Site:
-    def __init__(self, folder: Path, said: str) -> None:
-        self.folder, self.said = folder, said
-
-    @cached_property
-    def pages(self) -> dict[Path, Page]:
-        return {path: Page(path) for path in sorted(self.folder.rglob("*.html")) if path.name != "404.html"}
+    folder: Path
+    output: str
+    """Of the build."""
+    pages: dict[Path, Page]
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
     folder = tmp_path_factory.mktemp("site")
-    return Site(folder, build_site(folder))
+    output = build_site(folder)
+    return Site(folder, output, {path: Page(path) for path in folder.rglob("*.html") if path.name != "404.html"})
 
 
 def test_the_site_is_built_without_a_warning(site: Site):
     """With `--strict`, MkDocs fails for a broken link or anchor."""
-    assert "WARNING" not in site.said and "ERROR" not in site.said, site.said
+    assert "WARNING" not in site.output and "ERROR" not in site.output, site.output
     built = {path.relative_to(site.folder).with_suffix(".md").as_posix() for path in site.pages}
     assert built >= {page.relative_to(DOCS).as_posix() for page in DOCS.glob("*.md")}
     assert not list(site.folder.rglob("*.py")), "the build scripts are not part of the site"

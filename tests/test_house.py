@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from .documents import ROOT
+from .documents import ROOT, load_script
 from .programs import run_program
 
-
-def load_house() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("house", ROOT / "scripts" / "house.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-house = load_house()
+house = load_script(ROOT / "scripts" / "house.py")
 
 
 def test_no_package_imports_against_the_order():
@@ -60,6 +49,7 @@ HEAVY = ("torch", "ray", "transformers")
     [
         ("freewheel", (*HEAVY, "numpy")),
         ("freewheel.judge, freewheel.rewards, freewheel.gateway", HEAVY),
+        ("freewheel.plan.report, freewheel.doctor.run, freewheel.dashboard.web.server", HEAVY),
         ("freewheel.cli, freewheel.fully_async_main", (*HEAVY, "aiohttp", "sqlite3", "hydra", "omegaconf")),
     ],
 )

@@ -34,7 +34,10 @@ class DataError(FreewheelError, ValueError):
 
 def shown(value: object) -> str:
     """Return `repr(value)`, shortened to what fits in a message."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python prints no integer of more than 4,300 digits
+        text = f"<{type(value).__name__}>"
     return text if len(text) <= VALUE_CHARS else text[:VALUE_CHARS] + "…"
 
 

@@ -1,4 +1,4 @@
-"""A real Chromium, headless. What the page says to its console, and whom it asks, is part of every test.
+"""A headless Chromium for tests. Every test also fails if the page reports an error or requests another host.
 
 Needs the package `playwright` and a Chromium (`apt-get install chromium`; FREEWHEEL_CHROMIUM names another). Without
 them these tests are skipped, and fail where CI=true.
@@ -29,7 +29,7 @@ def chromium() -> str | None:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """For one module: while Playwright is on, this thread has a loop that runs, and tests that are async could not."""
+    """One per module: Playwright's event loop stays active in this thread, and asynchronous tests need their own."""
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:
@@ -51,7 +51,7 @@ def _missing(why: str) -> None:
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., str]]:
-    """Starts `freewheel dashboard` and gives its address; `serve.stop()` ends them all."""
+    """Start `freewheel dashboard` and return its address; `serve.stop()` ends every started one."""
     begun: list[subprocess.Popen[str]] = []
 
     def start(*names: Path) -> str:
@@ -73,7 +73,7 @@ def serve() -> Iterator[Callable[..., str]]:
 
 @pytest.fixture
 def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
-    """Opens an address. At the end of the test: no error was said, and nobody else was asked."""
+    """Open an address. After the test, fail if the page reported an error or requested another host."""
     contexts: list[Any] = []
     troubles: list[str] = []
 

@@ -9,7 +9,7 @@ from ..documents import build_site
 pytestmark = [pytest.mark.pages, pytest.mark.timeout(300)]
 
 
-def test_the_site_is_searched_without_a_server_and_asks_nobody(browser, tmp_path):
+def test_the_site_is_searched_without_a_server_or_requests(browser, tmp_path):
     build_site(tmp_path)
     asked: list[str] = []
     errors: list[str] = []

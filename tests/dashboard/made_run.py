@@ -18,6 +18,7 @@ import numpy as np
 
 from freewheel.data.group import Prompt, PromptGroup, Response, Ticket
 from freewheel.judge.verdict import Scored
+from freewheel.observe.metrics import METRICS
 from freewheel.observe.snapshot import OLD_AFTER
 from freewheel.observe.snapshot import PULSE_MAX_S as LATER_S
 from freewheel.observe.snapshot import PULSE_MIN_S as EVERY_S
@@ -30,7 +31,7 @@ STEP_S = 2.0
 GROUPS = 8
 RESPONSES = 4
 DEEP = b"[" * 100_000 + b"]" * 100_000
-"""Valid JSON that no decoder goes down into."""
+"""Valid JSON, nested too deeply for any decoder."""
 VERDICT = (
     "judge-bound: 62% of trainer time waits for verdicts; raising its rate limit to 90/s would lift throughput 1.9x"
 )
@@ -47,36 +48,20 @@ def reward(step: int, steps: int, seed: int) -> float:
     return 0.9 - 0.6 * math.exp(-3 * step / max(1, steps)) + noise
 
 
-def named(prefix: str, **values: Any) -> dict[str, Any]:
-    return {f"{prefix}/{name}": value for name, value in values.items()}
-
-
 def step_row(step: int, steps: int, seed: int = 0) -> dict[str, Any]:
     """A row with as many metrics as a real one."""
     draw = random.Random(seed * 7919 + step)
-    mean, oldest = reward(step, steps, seed), draw.choice([2, 3, 3, 4])
     row = {"kind": "step", "step": step, "time": BEGAN_S + 10 + STEP_S * step, "tokens": GROUPS * RESPONSES * 15}
-    row |= {"global_steps": step, "processed_samples": step * GROUPS * RESPONSES, "current_param_version": step}
-    row |= {"avg_sample_age": round(1.2 + draw.random(), 4), "max_sample_age": oldest, "param_sync_count": step}
-    row |= {"avg_sample_age_s": 3.1, "max_sample_age_s": 6.4, "stale_samples_ratio": draw.choice([0.0, 0.0, 0.125])}
+    row |= {one.name: round(draw.random(), 6) for one in METRICS if one.component in ("freshness", "rollout", "actor")}
     row |= {"sample_age_counts": [1, 3, 2, 1, draw.choice([0, 1])], "mine/of_a_hook": step % 7}
-    row |= named("rollout", reward_mean=mean, reward_std=0.4, raw_reward_mean=mean + 0.04, masked_ratio=0.0)
-    row |= named("rollout", skipped_ratio=0.0, zero_variance_ratio=round(draw.random() * 0.3, 4), truncation_ratio=0.02)
-    row |= named("rollout", response_length_mean=14 + draw.random() * 3, response_length_max=20)
-    row |= named("rollout", logprob_gap_mean=0.002134234, logprob_gap_max=0.0912344)
-    row |= named(
-        "actor", loss=-0.01 + draw.gauss(0, 0.004), lr=3e-4, grad_norm=0.8 + draw.random() * 0.3, ratio_max=1.9
-    )
-    row |= named("actor", skipped_nonfinite=0, clip_ratio_low=0.01, clip_ratio_high=0.02, kl_k3=0.004, ratio_max=1.9)
-    row |= named("actor", kl=0.004 + draw.random() * 0.002, ess=0.97 - draw.random() * 0.04, ess_sequence=0.91)
-    return row | named("actor", entropy=1.4 * math.exp(-2 * step / max(1, steps)) + draw.random() * 0.05)
+    row |= {"avg_sample_age": 1.2 + draw.random(), "max_sample_age": draw.choice([2, 3, 3, 4])}
+    return row | {"rollout/reward_mean": reward(step, steps, seed)}
 
 
 def eval_row(step: int, steps: int, seed: int = 0) -> dict[str, Any]:
-    row = {"kind": "eval", "step": step, "time": BEGAN_S + 10.5 + STEP_S * step}
-    mean = reward(step, steps, seed + 50) - 0.02
-    row |= named("eval", reward=mean, reward_se=0.02, correct=0.5, prompts=128)
-    return row | named("eval", response_length_mean=15.2, truncation_ratio=0.01)
+    row = {"kind": "eval", "step": step, "time": BEGAN_S + 10.5 + STEP_S * step, "eval/correct": 0.5}
+    row |= {"eval/reward": reward(step, steps, seed + 50) - 0.02, "eval/reward_se": 0.02, "eval/prompts": 128}
+    return row | {"eval/response_length_mean": 15.2, "eval/truncation_ratio": 0.01}
 
 
 def pulse_row(at_s: float, step: int, seed: int = 0) -> dict[str, Any]:
@@ -92,12 +77,12 @@ def pulse_row(at_s: float, step: int, seed: int = 0) -> dict[str, Any]:
 
 
 def closing_row(steps: int) -> dict[str, Any]:
-    """The last pulse of a run that ended by itself or was stopped."""
+    """Return the last pulse of a run that finished or was stopped."""
     return {**pulse_row(12 + STEP_S * steps, steps), "last": True}
 
 
 def judge_numbers(at_s: float, failed: dict[str, int]) -> dict[str, Any]:
-    """The judge's statistics, with one endpoint."""
+    """Return the judge's statistics, with one endpoint."""
     done = int(at_s * 40)
     both = {"sent": done, "throttled": done // 400, "in_flight": 58, "limit": int(64 + 10 * math.sin(at_s / 20))}
     both |= {"faults": {"overloaded": done // 500, "timeout": done // 900}, "cost": done * 4e-5}
@@ -135,7 +120,7 @@ def sync_row(version: int) -> dict[str, Any]:
 
 
 def rows(steps: int, *, seed: int = 0, judge: bool = True) -> Iterator[dict[str, Any]]:
-    """Of a run so far, in the order of time."""
+    """Yield the rows of a run so far, in the order of time."""
     yield {"kind": "event", "step": 0, "time": BEGAN_S, "text": "Run directory: made"}
     yield {"kind": "event", "step": 0, "time": BEGAN_S + 9.5, "text": "Started in 9.5 s"}
     yield eval_row(0, steps, seed)
@@ -148,7 +133,7 @@ def rows(steps: int, *, seed: int = 0, judge: bool = True) -> Iterator[dict[str,
             yield eval_row(step, steps, seed)
             yield statistics_row(at_s, step, judge=judge)
         for pulse_s in (at_s, at_s + 1):
-            if pulse_s >= next_pulse_s:  # as `freewheel.observe.snapshot` has them: the older, the fewer
+            if pulse_s >= next_pulse_s:  # as `freewheel.observe.snapshot` records them: fewer in an older run
                 next_pulse_s = pulse_s + min(LATER_S, max(EVERY_S, pulse_s / OLD_AFTER))
                 yield pulse_row(pulse_s, step, seed)
 
@@ -158,7 +143,7 @@ def line(row: Any) -> bytes:
 
 
 def trace_lines(steps: int, *, first: int = 0) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Of trainer and rollouter."""
+    """Return the events of the trainer and of the rollouter."""
     us = lambda s: int((BEGAN_S + 10 + s) * 1e6)  # noqa: E731
     trainer, rollouter = [], []
 
@@ -195,25 +180,19 @@ def trace_lines(steps: int, *, first: int = 0) -> tuple[list[dict[str, Any]], li
 def sample_row(ordinal: int, *, failed: bool = False, text: str = "") -> dict[str, Any]:
     draw = random.Random(ordinal)
     a, b, c = draw.randrange(2, 9), draw.randrange(2, 9), draw.randrange(1, 9)
-    right = a + b - c
-    responses = []
+    version, responses = ordinal // GROUPS, []
     for index in range(RESPONSES):
-        good = draw.random() < 0.6
-        said = f"{a}+{b}={a + b};{a + b}-{c}={right if good else right + 1}#{right if good else right + 1}"
-        cut = len(said) // 2
-        version = ordinal // GROUPS
-        bad = failed and index == 0
-        penalty = 0.1 if index == 3 else 0.0
-        response = {"segments": [[version, said[:cut]], [version + 1, said[cut:]]], "tokens": len(said)}
+        correct, bad = draw.random() < 0.6, failed and index == 0
+        steps, answer = f"{a}+{b}={a + b};", f"{a + b}-{c}#{a + b - c + (not correct)}"
+        response = {"segments": [[version, steps], [version + 1, answer]], "tokens": len(steps + answer)}
         response["finish"] = "length" if index == 2 and ordinal % 3 == 0 else "stop"
-        response |= {"value": None if bad else float(good) - penalty, "raw": None if bad else float(good)}
+        response |= {"value": None if bad else float(correct), "raw": None if bad else float(correct)}
         response |= {"status": "failed", "reason": "timeout"} if bad else {"status": "scored", "reason": ""}
-        parts = {"format": 1.0, "correct": float(good), "length_penalty": penalty}
-        responses.append({**response, "parts": {} if bad else parts})
+        responses.append({**response, "parts": {} if bad else {"format": 1.0, "correct": float(correct)}})
     prompt = f"Mia has {a} apples and buys {b} more. She gives {c} to a friend. How many apples does she have now?"
     row = {"time": BEGAN_S + 12 + ordinal, "ordinal": ordinal, "sequence": ordinal + 3, "attempt": 0}
     row |= {"replica": "rollouter-0", "prompt": text or prompt, "responses": responses}
-    return row | {"row": {"data_source": "word_problems", "answer": str(right)}}
+    return row | {"row": {"data_source": "word_problems", "answer": str(a + b - c)}}
 
 
 def write_lines(path: Path, rows: Sequence[Any] | Iterator[Any], mode: str = "wb") -> Path:
@@ -234,7 +213,7 @@ def make_run(
     killed: bool = False,
     **changes: Any,
 ) -> Path:
-    """A run that was stopped, or `killed`, with all of its files but the journal."""
+    """Write a run that was stopped, or `killed`, with all of its files but the journal."""
     write_config(config_of(folder, steps=total or steps, seed=seed, **changes))
     write_lines(folder / "metrics.jsonl", rows(steps, seed=seed, judge=judge))
     if not killed:
@@ -250,7 +229,7 @@ def make_run(
 
 
 def write_journal(folder: Path, *, steps: int = 2) -> None:
-    """Two prompts a step, of words that the embedded model knows."""
+    """Write a journal with two prompts a step, of words that the embedded model knows."""
     said = np.array([7, 12, 13, 14, 8], np.int32)
     journal = Journal(folder / "journal.sqlite")
     for number in range(1, steps + 1):
@@ -270,7 +249,7 @@ def write_journal(folder: Path, *, steps: int = 2) -> None:
 
 
 class Writer:
-    """Goes on with a run, as the recorder would."""
+    """Appends to a run, as the recorder does."""
 
     def __init__(self, folder: Path, *, steps: int) -> None:
         self.folder = folder
@@ -285,6 +264,6 @@ class Writer:
             self.add(step_row(self.step, 100), sync_row(self.step), pulse_row(10 + STEP_S * self.step, self.step))
 
     def tear(self, text: bytes) -> None:
-        """Writes what is no whole line."""
+        """Write bytes that are not a whole line."""
         with (self.folder / "metrics.jsonl").open("ab") as file:
             file.write(text)

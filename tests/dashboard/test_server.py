@@ -36,6 +36,7 @@ WAIT_S = 30.0
 class Page:
     """A server and a client that has the token."""
 
+    server: Server
     root: str
     session: aiohttp.ClientSession
 
@@ -59,7 +60,7 @@ async def opened() -> AsyncIterator[Callable[..., Any]]:
             listening = listen("127.0.0.1", 0)
             await server.start(listening)
             servers.append(server)
-            return Page(address(listening, "").partition("/?")[0], session)
+            return Page(server, address(listening, "").partition("/?")[0], session)
 
         yield open_page
         for server in servers:
@@ -75,7 +76,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("path", ["/", "/static/app.js", "/api/runs", "/api/runs/run", "/api/runs/run/events", "/no"])
-async def test_without_the_token_nothing_is_shown_and_the_way_in_is_said(opened, folder, path):
+async def test_without_the_token_a_client_sees_only_how_to_get_in(opened, folder, path):
     page = await opened(folder)
     wrong = [{"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {TOKEN}"}, {"Cookie": "freewheel=x"}]
     for given in ({}, *wrong):
@@ -100,8 +101,8 @@ async def test_the_token_in_the_address_becomes_a_cookie_of_this_port(opened, fo
             assert reply.status == 403
 
 
-def test_tokens_are_long_and_never_the_same():
-    assert len({make_token() for _ in range(100)}) == 100 and len(make_token()) >= 43
+def test_a_token_is_long_and_nothing_else_opens_the_door():
+    assert len({make_token(), make_token()}) == 2 and len(make_token()) >= 43
     door = Door("ünï", 1)
     assert door.knows("ünï") and not door.knows("") and not door.knows(None) and not door.knows("\udcff")
 
@@ -157,7 +158,7 @@ def test_every_span_has_its_own_colour_in_both_themes():
         "/api/runs/run/prompts/x", "/api/runs/no", "/api/runs/run/series?name=%00", "/no", "/api",
     ],
 )  # fmt: skip
-async def test_no_address_leads_out(opened, folder, path):
+async def test_no_address_reaches_a_file_outside_the_page(opened, folder, path):
     import yarl
 
     page = await opened(folder)
@@ -190,13 +191,9 @@ async def test_a_live_run_is_listed_first(opened, tmp_path):
     for name, began in (("a", 10), ("b", 20), ("c", 30)):
         make_run(tmp_path / name, steps=1)
         os.utime(tmp_path / name / "config.yaml", (began, began))
-    lock = RunLock(tmp_path / "b")
-    lock.acquire()
-    try:
-        page = await opened(tmp_path)
+    page = await opened(tmp_path)
+    with RunLock(tmp_path / "b"):
         assert [run["id"] for run in (await page.json("/api/runs"))["runs"]] == ["b", "c", "a"]
-    finally:
-        lock.release()
 
 
 @pytest.mark.parametrize(
@@ -208,7 +205,7 @@ async def test_a_live_run_is_listed_first(opened, tmp_path):
         ("compare?runs=no", 404),
     ],
 )
-async def test_a_wrong_question_is_refused_with_a_remedy(opened, folder, path, status):
+async def test_an_invalid_query_is_refused_with_a_remedy(opened, folder, path, status):
     page = await opened(folder)
     async with await page.get(f"/api/{path}") as reply:
         assert reply.status == status and re.search("give|name|no run", (await reply.json())["error"])
@@ -274,13 +271,13 @@ async def test_a_slow_audit_delays_no_other_view(opened, folder, monkeypatch):
 
 
 class Listening:
-    """One who listens to events."""
+    """A client that reads events."""
 
     def __init__(self, reply: aiohttp.ClientResponse) -> None:
         self._reply = reply
 
     async def next(self) -> dict[str, str]:
-        """The next event that is no comment, by its fields."""
+        """Return the fields of the next event, without comments."""
         async with asyncio.timeout(WAIT_S):
             while True:
                 found: dict[str, str] = {}
@@ -325,27 +322,6 @@ async def test_added_rows_are_sent_once_and_a_client_continues_after_a_break(ope
         assert json.loads((await listening.next())["data"])["steps"]["step"] == [23, 24, 25]
 
 
-async def test_half_a_line_is_sent_when_it_is_complete(opened, folder, monkeypatch):
-    looks = 0
-
-    def count(view: Any, told: str) -> Any:
-        nonlocal looks
-        looks += 1
-        return look(view, told)
-
-    look = live._changes
-    monkeypatch.setattr(live, "_changes", count)
-    page, writer = await opened(folder), Writer(folder, steps=20)
-    async with listen_to(page) as listening:
-        writer.tear(b'{"kind": "step", "step": 21, "ti')
-        before = looks
-        async with asyncio.timeout(WAIT_S):
-            while looks < before + 3:
-                await asyncio.sleep(0.01)
-        writer.tear(b'me": 1790000100, "actor/loss": 1.5}\n')
-        assert json.loads((await listening.next())["data"])["steps"]["actor/loss"] == [1.5]
-
-
 async def test_a_silent_run_gives_signs_of_life(opened, folder, monkeypatch):
     monkeypatch.setattr(live, "ALIVE_S", 0.05)
     async with listen_to(await opened(folder)) as listening:
@@ -366,16 +342,11 @@ async def test_a_client_that_cannot_continue_is_told_to_reload(opened, folder):
 
 
 async def test_a_stop_ends_all_streams(opened, folder):
-    runs = Runs([str(folder)], clock=lambda: 0.0)
-    server = Server(runs, token=TOKEN)
-    listening = listen("127.0.0.1", 0)
-    await server.start(listening)
-    root = address(listening, "").partition("/?")[0]
-    headers = {"Authorization": f"Bearer {TOKEN}"}
-    async with aiohttp.ClientSession() as session, session.get(f"{root}/api/runs/run/events", headers=headers) as reply:
+    page = await opened(folder)
+    async with await page.get("/api/runs/run/events") as reply:
         await Listening(reply).next()
         async with asyncio.timeout(WAIT_S):
-            await server.stop()
+            await page.server.stop()
             assert not (await reply.content.read()).strip(b":\n"), "no event comes after the stop"
 
 

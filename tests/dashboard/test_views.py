@@ -7,8 +7,8 @@ import math
 import os
 import shutil
 import sqlite3
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -47,18 +47,6 @@ def open_view(folder: Path) -> RunView:
 def now(folder: Path) -> dict[str, Any]:
     with open_view(folder).reading() as view:
         return views.now(view)
-
-
-@contextmanager
-def held(folder: Path, live: bool = True) -> Iterator[None]:
-    """Hold the run's lock, as a live run does."""
-    lock = RunLock(folder)
-    if live:
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 @pytest.fixture
@@ -168,7 +156,7 @@ def test_the_state_and_the_verdict_follow_the_run(tmp_path):
     folder = tmp_path / "run"
     assert open_view(folder).state == "waiting"
     make_run(folder, steps=4, total=100, killed=True)
-    with held(folder):
+    with RunLock(folder):
         assert (now(folder)["state"], now(folder)["verdict"]) == ("live", VERDICT)
     assert (now(folder)["state"], now(folder)["verdict"]) == ("ended", VERDICT)
     closing = "generation-bound: 31% of trainer time waits for responses"
@@ -267,7 +255,7 @@ def test_a_judge_that_is_down_is_described(view, changes, live, state):
     faults = {"broken": end["faults"]["overloaded"] + 500}
     judge |= {"failed": {}, "faults": faults, "endpoints": [{**end, "faults": faults, **changes}]}
     Writer(view.folder, steps=40).add(row)
-    with held(view.folder, live), view.reading():
+    with RunLock(view.folder) if live else nullcontext(), view.reading():
         found = views.judge(view)
     assert [end["state"] for end in found["judge"]["endpoints"]] == [state]
     words = f"The judge gives no verdicts: {state}. 72 requests wait"
@@ -275,17 +263,6 @@ def test_a_judge_that_is_down_is_described(view, changes, live, state):
     assert found["judge"]["waiting"] == 72
     curves = found["curves"]
     assert curves["faults_per_s"]["y"][-1] > 50 > 1 > curves["failed_per_s"]["y"][-1], "calls fail before verdicts do"
-
-
-def test_the_curve_of_failed_calls_survives_restarts(view):
-    row = statistics_row(95, 40)
-    judge = row["rollouter"]["rewards"]["judge"]
-    judge["endpoints"][0]["faults"] = {"overloaded": 1}  # a restarted replica counts from 0 again
-    Writer(view.folder, steps=40).add(row)
-    with view.reading():
-        found = views.judge(view)
-    assert found["judge"]["faults"] == judge["faults"]
-    assert max(found["curves"]["faults_per_s"]["y"]) < 0.3, "3 in 5 s at most"
 
 
 @pytest.mark.parametrize(
@@ -305,10 +282,12 @@ def test_an_engine_is_behind_if_it_lags_more_than_staleness_allows(tmp_path, mod
     assert found["syncs"][40 - 17]["engines"]["rollouter-0"]["attempts"] == 2
 
 
+BOMB = "&a [x, x]" + "".join(f", &{new} [{', '.join([f'*{old}'] * 9)}]" for old, new in pairwise("abcdefghi"))
+"""Nested aliases: written out, they fill any memory."""
 GARBAGE = (
     *("\x00", "[a]", "mode: [a]", "mode: {}", "mode:", "mode: 3", "? [a, b]\n: 3", "seed: 0x" + "f" * 9000),
     *("{a: " * 2000 + "1" + "}" * 2000, "mode: fully_async", "async_training: {staleness_threshold: many}"),
-    "async_training: {staleness_threshold: .nan}",
+    *("async_training: {staleness_threshold: .nan}", f"mode: [{BOMB}]"),
     "{trainer: {total_steps: %s}, async_training: {staleness_threshold: %s}, data: {task: %s}}" % (("9" * 400,) * 3),
 )
 
@@ -322,6 +301,7 @@ def test_meaningless_settings_are_as_good_as_none(tmp_path, config):
         found = views.overview(view)
         weights = views.weights(view)
         json.dumps([found, weights, views.judge(view)], allow_nan=False)
+    assert views.ledger(folder)["report"]["live"] == "", "the ledger needs no settings"
     assert weights["engines"][0]["behind"] is None, "how far it may lag is unknown"
     views.compare([view, view], "eval/reward", "eval")
     assert found["bounds"]["staleness_threshold"] is None and found["now"]["total_steps"] is None
@@ -351,7 +331,7 @@ def test_a_folder_of_runs_gives_the_newest_first_and_finds_new_ones(tmp_path):
     assert [view.id for view in Runs(alike, clock=lambda: 0.0).all()] == ["same_run", "same_run-2"]
 
 
-def test_what_is_no_run_is_refused_or_skipped(tmp_path, monkeypatch):
+def test_a_folder_without_a_run_is_refused_or_skipped(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="no such folder"):
         Runs([str(tmp_path / "none")], clock=lambda: 0.0)
     with pytest.raises(ConfigError, match="it contains no run"):

@@ -17,7 +17,6 @@ import pytest
 
 from freewheel.doctor import machine, software
 from freewheel.doctor.machine import GpuCard, GpuDriver, GpuProcess, Host, Needs
-from freewheel.doctor.software import Requirement
 from freewheel.rollout.vllm import api
 from freewheel.runtime.placement import Machine
 from freewheel.utils.findings import GIB, MIB, Check, ChildAnswer, Finding, State, ok, run_checks, run_in_child
@@ -30,7 +29,7 @@ MACHINE = Machine(cpus=8, memory_bytes=128 * GIB)
 
 
 def states(findings: Iterable[Finding]) -> dict[str, str]:
-    """The state of each finding by its name; of several with one name the last."""
+    """Return the state of each finding by name, the last one if a name is there twice."""
     return {one.what: one.state.value for one in findings}
 
 
@@ -45,7 +44,7 @@ def use_disk(monkeypatch: pytest.MonkeyPatch) -> Any:
 # -- checks -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_check_that_hangs_or_breaks_is_a_finding_and_the_others_are_made():
+def test_a_check_that_hangs_or_fails_is_a_finding_and_the_others_run():
     def breaks() -> list[Finding]:
         raise RuntimeError("odd")
 
@@ -83,48 +82,39 @@ def test_a_child_process_ignores_modules_of_the_working_directory(tmp_path, monk
 # -- software ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("line", "requirement"),
-    [
-        ("torch>=2.11; extra == 'train'", Requirement("torch", ((">=", "2.11"),), "train")),
-        ("verl==0.9.1; extra == 'verl'", Requirement("verl", (("==", "0.9.1"),), "verl")),
-        ("uvloop>=0.21; sys_platform != 'win32'", Requirement("uvloop", ((">=", "0.21"),))),
-    ],
+METADATA = (
+    "aiohttp>=3.12",
+    "uvloop>=0.21; sys_platform != 'win32'",
+    "torch>=2.11; extra == 'train'",
+    "ray[default]>=2.50; extra == 'train'",
+    "verl==0.9.1; extra == 'verl'",
+    "math-verify>=0.8; extra == 'math'",
 )
-def test_a_requirement_is_read_from_the_metadata(line, requirement):
-    assert software.parsed(line) == requirement
-
-
-NEEDS = [
-    Requirement("aiohttp", ((">=", "3.12"),)),
-    Requirement("torch", ((">=", "2.11"),), "train"),
-    Requirement("ray", ((">=", "2.50"),), "train"),
-    Requirement("math-verify", ((">=", "0.8"),), "math"),
-]
+BASE = {"aiohttp": "3.14.5", "uvloop": "0.22"}
 
 
 @pytest.mark.parametrize(
     ("have", "trains", "expected", "text"),
     [
-        ({"aiohttp": "3.14.5", "torch": "2.13.0+cpu", "ray": "2.60"}, True, ["ok"], "extras: train; not installed: ma"),
-        ({"aiohttp": "3.14.5", "torch": "2.9.1", "ray": "2.60"}, True, ["ok", "problem"], "torch 2.9.1 is installed"),
-        ({"aiohttp": "3.14.5"}, True, ["ok", "problem"], "torch is missing; ray is missing"),
-        ({"aiohttp": "3.14.5"}, False, ["ok", "warning"], "torch is missing; ray is missing"),
-        ({"torch": "2.13", "ray": "3.0"}, True, ["problem"], "aiohttp is missing"),
+        ({**BASE, "torch": "2.13.0+cpu", "ray": "2.60"}, True, ["ok"], "extras: train; not installed: math"),
+        ({**BASE, "torch": "2.13", "ray": "3.0", "verl": "0.9.1"}, True, ["ok"], "extras: train, verl; not"),
+        ({**BASE, "torch": "2.13", "ray": "3.0", "verl": "0.9.2"}, True, ["ok"], "extras: train; not"),
+        ({**BASE, "torch": "2.9.1", "ray": "2.60"}, True, ["ok", "problem"], "2.9.1 is installed, and torch>=2.11 is"),
+        (BASE, True, ["ok", "problem"], "torch is missing; ray is missing"),
+        (BASE, False, ["ok", "warning"], "torch is missing; ray is missing"),
+        ({"aiohttp": "3.14.5", "torch": "2.13", "ray": "3.0"}, True, ["problem"], "uvloop is missing"),
     ],
 )
 def test_incomplete_packages_are_named(have, trains, expected, text):
-    found = list(software.packages(trains=trains, needs=NEEDS, have=have.get))
+    found = list(software.packages(trains=trains, needs=map(software.parsed, METADATA), have=have.get))
     assert [one.state for one in found] == expected and text in found[-1].detail
     assert len(found) == 1 or found[-1].remedy == "pip install 'freewheel[train]'"
 
 
 def test_freewheel_run_from_its_source_does_not_know_its_packages():
     (found,) = software.packages(have={"torch": "2.13"}.get)
-    assert (found.state, found.remedy) == (
-        "warning",
-        "pip install -e '.[train]'",
-    ) and "without installation" in found.detail
+    assert found.state == "warning" and "without installation" in found.detail
+    assert found.remedy == "pip install -e '.[train]'"
 
 
 def test_python_packages_and_torch_of_this_environment_are_fine():
@@ -256,7 +246,7 @@ def test_shared_memory_needs_room_for_the_weights(tmp_path, use_disk, total, fre
 
 
 def leave(folder: Path, name: str, n_bytes: int = 8192) -> Path:
-    """A file as a process leaves it that was killed a while ago."""
+    """Create a file of a process that was killed a while ago."""
     path = folder / name
     path.write_bytes(bytes(n_bytes))
     os.utime(path, (time.time() - 2 * machine.OLD_S,) * 2)

@@ -75,9 +75,16 @@ def list_findings(*arguments: object) -> tuple[list[dict[str, str]], int]:
 
 
 def examine(*arguments: object) -> tuple[dict[str, dict[str, str]], int]:
-    """The findings by name; of several with one name the last."""
+    """Return the findings by name, the last one if a name is there twice."""
     findings, code = list_findings(*arguments)
     return {one["what"]: one for one in findings}, code
+
+
+def dry_run(*settings: str) -> str:
+    """Return what a dry run lists against the run."""
+    done = freewheel("train", "--dry-run", *settings)
+    assert done.exit_code == 0, done.output
+    return " ".join(done.stdout.split()).partition(AGAINST)[2]
 
 
 def test_on_a_good_machine_every_check_is_ok_and_nothing_is_left(elsewhere):
@@ -131,7 +138,7 @@ def test_a_setting_that_cannot_work_is_a_problem_of_the_configuration(setting, t
 
 
 def find_keys(*arguments: object) -> list[str]:
-    """The keys of the refused settings."""
+    """Return the keys of the refused settings."""
     findings, _ = list_findings(*arguments)
     return [one["detail"].partition(" = ")[0] for one in findings if one["what"] == "configuration"]
 
@@ -169,8 +176,12 @@ def test_a_file_that_is_no_yaml_is_reported_alone(elsewhere):
     assert find_keys("--config-path", elsewhere, "--config-name", "mine", "eval.prompts=-1") == ["config"]
 
 
-def test_a_cluster_that_is_gone_is_named(dead):
-    by_name, code = examine(f"ray.address={dead}")
+def test_a_cluster_that_is_gone_is_named(elsewhere, dead):
+    setting, text = f"ray.address={dead}", f"ray.address = '{dead}': nobody takes a connection there"
+    assert text in dry_run(setting)
+    done = freewheel("train", setting)
+    assert done.exit_code == 2 and text in done.stderr and not list(elsewhere.iterdir())
+    by_name, code = examine(setting)
     assert code == 1 and by_name["Ray"]["state"] == "problem" and dead in by_name["Ray"]["detail"]
     assert by_name["Ray"]["remedy"] == cluster.START_COMMAND
 
@@ -289,13 +300,6 @@ def test_a_judges_connections_are_bounded_by_what_was_given(monkeypatch):
 # -- the dry run ------------------------------------------------------------------------------------------------------
 
 
-def dry_run(*settings: str) -> str:
-    """What a dry run lists against the run."""
-    done = freewheel("train", "--dry-run", *settings)
-    assert done.exit_code == 0, done.output
-    return " ".join(done.stdout.split()).partition(AGAINST)[2]
-
-
 def test_a_dry_run_lists_what_the_machine_lacks_for_the_run(monkeypatch):
     assert dry_run() == ""
     monkeypatch.setattr(machine, "read_host", lambda: replace(WELL, files=256, files_at_most=256))
@@ -310,21 +314,6 @@ def test_a_dry_run_names_who_else_uses_the_gpu(monkeypatch):
     (found,) = doctor_run.find_concerns(plan_of(gpus=1))
     assert "10.0 GiB of 140.0 GiB free, and the run needs about" in found.detail
     assert not doctor_run.find_concerns(plan_of()), "a run on the CPU has no use for it"
-
-
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ("rollout.engine=vllm", "rollout.engine = 'vllm': vLLM is not installed"),
-        ("ray.address=DEAD", "ray.address = 'DEAD': nobody takes a connection there"),
-    ],
-)
-def test_a_dry_run_lists_what_a_run_refuses(elsewhere, dead, settings, text):
-    given = settings.replace("DEAD", dead).split()
-    assert text.replace("DEAD", dead) in dry_run(*given)
-    done = freewheel("train", *given)
-    assert done.exit_code == 2 and text.replace("DEAD", dead) in done.stderr
-    assert not list(elsewhere.iterdir())
 
 
 def test_ports_that_are_taken_are_reported(dead):

@@ -62,39 +62,37 @@ scores = st.one_of(
 )
 
 
-@st.composite
-def scenes(draw: st.DrawFn) -> Scene:
-    """Anything that could be a run, small."""
-    groups, threshold, extra = draw(st.integers(1, 12)), draw(st.integers(0, 4)), draw(st.integers(0, 3))
-    return scene(
-        draw(st.sampled_from(["sync", "one_step_off", "fully_async"])),
-        groups=groups,
-        steps=draw(st.integers(3, 10)),
-        threshold=threshold,
-        extra=extra,
-        every=draw(st.integers(1, 3)),
-        n=draw(st.integers(1, 6)),
-        lengths=draw(lengths),
-        generation=Generation(
-            replicas=draw(st.integers(1, 4)),
-            slots=draw(st.integers(1, 24)),
-            step_s=draw(st.floats(0.001, 0.1)),
-            per_sequence_s=draw(st.floats(0, 0.01)),
-            prefill_s=draw(st.floats(0, 0.05)),
-            refill=draw(st.integers(1, 4)),
-        ),
-        scores=draw(scores),
-        training=Training(
-            base_s=draw(st.floats(0.01, 2)),
-            per_token_s=draw(st.floats(0, 0.001)),
-            varies=Measured((0.8, 1.0, 1.2)),
-            pack_s=draw(st.floats(0, 0.2)),
-        ),
-        weights=Weights(transfer_s=draw(st.floats(0, 0.3)), pause_s=draw(st.floats(0, 0.3))),
-        hand_over=HandOver(
-            message_s=draw(st.floats(0, 0.05)),
-            linger_s=draw(st.floats(0, 0.1)),
-            interval_s=draw(st.sampled_from([0.0, 0.1])),
-        ),
-        beside=Beside(generation=draw(st.floats(1, 2)), training=draw(st.floats(1, 2))),
-    )
+scenes = st.builds(
+    scene,
+    st.sampled_from(["sync", "one_step_off", "fully_async"]),
+    groups=st.integers(1, 12),
+    steps=st.integers(3, 10),
+    threshold=st.integers(0, 4),
+    extra=st.integers(0, 3),
+    every=st.integers(1, 3),
+    n=st.integers(1, 6),
+    lengths=lengths,
+    generation=st.builds(
+        Generation,
+        replicas=st.integers(1, 4),
+        slots=st.integers(1, 24),
+        step_s=st.floats(0.001, 0.1),
+        per_sequence_s=st.floats(0, 0.01),
+        prefill_s=st.floats(0, 0.05),
+        refill=st.integers(1, 4),
+    ),
+    scores=scores,
+    training=st.builds(
+        Training,
+        base_s=st.floats(0.01, 2),
+        per_token_s=st.floats(0, 0.001),
+        varies=st.just(Measured((0.8, 1.0, 1.2))),
+        pack_s=st.floats(0, 0.2),
+    ),
+    weights=st.builds(Weights, transfer_s=st.floats(0, 0.3), pause_s=st.floats(0, 0.3)),
+    hand_over=st.builds(
+        HandOver, message_s=st.floats(0, 0.05), linger_s=st.floats(0, 0.1), interval_s=st.sampled_from([0.0, 0.1])
+    ),
+    beside=st.builds(Beside, generation=st.floats(1, 2), training=st.floats(1, 2)),
+)
+"""Small scenes of any kind."""

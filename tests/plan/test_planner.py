@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from itertools import pairwise
@@ -114,11 +112,11 @@ def test_the_simulation_gives_what_a_verdict_promises(groups, threshold, helps):
 def test_the_work_is_bounded_for_any_size_of_a_step(groups):
     one = planned(table("1.5b"), 4)
     for generators in (1, 4, 20):
-        (job,) = one.jobs([(2, generators)], unending(groups))
+        job = one.job(2, generators, unending(groups))
         lives = slice_of(job.scene)[0].bounds.total_groups
         assert lives == job.lives <= max(HUGE_LIVES, 9 * groups // generators + 9)
     with pytest.raises(ConfigError, match="--groups-per-step = 200000: one step has 1,600,000 responses"):
-        one.jobs([(2, 1)], unending(200_000))
+        one.job(2, 1, unending(200_000))
 
 
 # -- how it is shown --------------------------------------------------------------------------------------------------
@@ -315,9 +313,6 @@ MODEL = ["--model", "7b", "--accelerators", "8"]
         ([*MODEL, "--price", "nan"], "--price"),
         (["/nowhere"], "RUN = '/nowhere': there is no such folder"),
         (["RUN", "--n", "8"], "--n = 8: it is for a model that is planned (--model), and a run has its own: leave it"),
-        (["RUN", "--accelerator", "h100"], "--accelerator = 'h100': it is for a model"),
-        (["RUN", "--prompt-tokens", "9"], "--prompt-tokens = 9: it is for a model"),
-        (["RUN", "--response-tokens", "9"], "--response-tokens = 9: it is for a model"),
         (["RUN", "--max-new-tokens", "9"], "--max-new-tokens = 9: it is for a model"),
         (["RUN", "--model", "7b"], "--model = '7b': the run RUN is given too"),
         (["RUN", "--scale-to", "3"], "--scale-to = 3: the 3 that are planned are doubled again and again: give 6 or"),
@@ -325,7 +320,7 @@ MODEL = ["--model", "7b", "--accelerators", "8"]
         (["RUN", "--groups-per-step", "100000"], "100000: freewheel train would refuse it: async_training.max_queue"),
     ],
 )
-def test_what_cannot_be_planned_is_refused_in_one_line(run, flags, words):
+def test_an_impossible_plan_is_refused_in_one_line(run, flags, words):
     found = plan(*[run if flag == "RUN" else flag for flag in flags])
     assert found.exit_code == 2 and words.replace("RUN is", f"{run} is") in found.output.replace("\n", " ")
     assert "Traceback" not in found.output
@@ -343,12 +338,3 @@ def test_unreadable_settings_are_reported_with_their_file(run, text, words):
 def test_more_groups_than_the_queue_held_are_planned_if_train_would_take_them(run):
     configure(run, async_training={"max_queue_size": 100_000})
     assert of_run(str(run), groups_per_step=100_000).bounds(100_000).max_alive == 100_000
-
-
-def test_neither_torch_nor_ray_is_imported():
-    code = (
-        "import sys, freewheel.plan.planner, freewheel.plan.report\n"
-        "sys.exit(' '.join(name for name in ('torch', 'ray', 'transformers') if name in sys.modules) or 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr

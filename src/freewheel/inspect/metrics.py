@@ -28,14 +28,15 @@ Numbers = np.ndarray[Any, np.dtype[np.float64]]
 
 FIRST_ROWS = 1024
 SIGNIFICANT = 7
-"""Digits that are sent: more than a screen has pixels."""
+"""Digits that are sent to the page: finer than a pixel."""
 SHORTEST_S = 1e-3
 """The least duration of an interval: a clock may stop or be set back."""
 NAN = math.nan
 
 
 class Columns:
-    """Appending copies the new rows, and now and then everything. A column is contiguous."""
+    """A table that only grows. Appending copies the new rows, and everything when there is no room. Each column is
+    contiguous."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
@@ -285,11 +286,11 @@ STATISTICS_COLUMNS = (
 RECENT_STEPS = 100
 """Steps in the histogram of ages: enough groups for its shape, and recent."""
 RECENT_PULSES = 30
-"""Seconds, about, over which wait shares are averaged: one second is too noisy."""
+"""Pulses, about one per second, over which wait shares are averaged, because a single one is too noisy."""
 MOST_SYNCS = 500
 MOST_EVENTS = 300
 LATEST_STATISTICS = 8
-"""Rows that a verdict looks back on, at one row every ten seconds."""
+"""Rows that are kept, at one row every ten seconds."""
 
 
 class RecordedMetrics:

@@ -159,14 +159,10 @@ def _responses(group: PromptGroup, text: Callable[[Array], str] | None) -> list[
                 status=verdict.status,
                 reason=verdict.summary,
                 parts=dict(verdict.parts),
-                versions=version_runs(response.versions),
+                versions=[(one, len([*same])) for one, same in itertools.groupby(response.versions.tolist())],
             )
         )
     return lives
-
-
-def version_runs(versions: Array) -> list[tuple[int, int]]:
-    return [(version, len(list(same))) for version, same in itertools.groupby(versions.tolist())]
 
 
 def _finite(value: float) -> float | None:

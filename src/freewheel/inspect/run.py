@@ -14,7 +14,7 @@ import fcntl
 import os
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -182,6 +182,40 @@ def open_journal(run: Run) -> Iterator[Journal | None]:
         raise ConfigError("RUN", str(run.folder), str(error)) from error
     finally:
         journal.close()
+
+
+class LastStep:
+    """The last step of a finished run, looked up again when one of its files changed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._seen: list[tuple[int, int]] = []
+        self._step = 0
+        self.unread = ""
+        """Why an existing journal could not be read: the run may have come further."""
+
+    def look(self) -> int:
+        """Return the last step; 0 if neither journal nor checkpoints know."""
+        journal_path = self._folder / JOURNAL
+        seen = [_mark(self._folder / name) for name in (JOURNAL, f"{JOURNAL}-wal", CHECKPOINTS)]
+        if seen != self._seen or self.unread:  # becoming readable changes no file
+            self._seen, self.unread, committed = seen, "", 0
+            try:
+                if journal_path.is_file():
+                    with closing(Journal(journal_path, readonly=True, checked=False)) as journal:
+                        committed = journal.last_step()
+            except (JournalError, sqlite3.Error, OSError) as error:
+                self.unread = str(error) or type(error).__name__
+            self._step = max([committed, *saved_steps(self._folder)])
+        return self._step
+
+
+def _mark(path: Path) -> tuple[int, int]:
+    try:
+        about = path.stat()
+    except OSError:
+        return (0, 0)
+    return (about.st_mtime_ns, about.st_size)
 
 
 def _facts(run: Run, found: Audit) -> JournalFacts:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -67,7 +67,7 @@ REFINED = 4
 NEARBY = 3
 """Splits to simulate for each of many numbers of accelerators: the first of `AROUND`."""
 LIVES = 20_000
-"""Groups of a simulation: enough for one percent."""
+"""Groups per simulation: enough for figures within one percent."""
 LEAST_STEPS, MOST_STEPS = 12, 40
 HUGE_LIVES = 400_000
 """From here on a simulation has as few steps as possible, because it has enough groups."""
@@ -161,13 +161,14 @@ class Planned:
     def splits(self) -> list[Row]:
         """Return the simulated splits, ordered by the number of trainers."""
         bounds = self.bounds(self.groups_per_step)
-        rows = self._simulate(self.jobs(candidates_of(self.cluster, self.accelerators, bounds, len(AROUND)), bounds))
+        chosen = candidates_of(self.cluster, self.accelerators, bounds, len(AROUND))
+        rows = self._simulate([self.job(*split, bounds) for split in chosen])
         if not rows:
             least = self.cluster.least_trainers + self.cluster.per_replica
             raise ConfigError("--accelerators", self.accelerators, f"this model needs at least {least}: give more")
         known = splits(self.cluster, self.accelerators)
         nearer = between(known, [row.trainers for row in rows], best(rows).trainers)
-        rows += self._simulate(self.jobs(nearer, bounds))
+        rows += self._simulate([self.job(*split, bounds) for split in nearer])
         rows.append(self._try_remedy(rows.pop(rows.index(best(rows))), bounds))
         return sorted(rows, key=lambda row: row.trainers)
 
@@ -180,7 +181,7 @@ class Planned:
         jobs = []
         for count in counts[1:]:
             bounds = self.bounds(max(1, round(self.groups_per_step / self.accelerators * count)))
-            jobs += self.jobs(candidates_of(self.cluster, count, bounds, NEARBY), bounds)
+            jobs += [self.job(*split, bounds) for split in candidates_of(self.cluster, count, bounds, NEARBY)]
         rows = [*known, *self._simulate(jobs)]
         return [best([row for row in rows if row.accelerators == count]) for count in counts if jobs]
 
@@ -193,10 +194,7 @@ class Planned:
         changes = {"trainer": {"groups_per_step": groups_per_step}, "async_training": {"max_queue_size": alive}}
         return changed(self.config, changes).bounds
 
-    def jobs(self, chosen: Iterable[Split], bounds: Bounds) -> list[_Job]:
-        return [self._job(trainers, generators, bounds) for trainers, generators in chosen]
-
-    def _job(self, trainers: int, generators: int, bounds: Bounds) -> _Job:
+    def job(self, trainers: int, generators: int, bounds: Bounds) -> _Job:
         scene = self.cluster.scene(ending(bounds, LEAST_STEPS), trainers=trainers, generators=generators)
         groups = slice_of(scene)[0].bounds.groups_per_step
         if groups * scene.n > MOST_SAMPLES:
@@ -224,7 +222,7 @@ class Planned:
 
     def _try_remedy(self, row: Row, bounds: Bounds) -> Row:
         """Simulate the remedy of the verdict, so that its number is not only an estimate."""
-        job = self._job(row.trainers, row.generators, bounds)
+        job = self.job(row.trainers, row.generators, bounds)
 
         def tried(part: Bound, speed: float) -> float:
             scene = job.scene

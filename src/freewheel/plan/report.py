@@ -35,7 +35,7 @@ def table(rows: Sequence[Row], *, price: float | None = None) -> str:
         " ": lambda row: "█" * max(1, round(BAR * row.samples_per_s / winner.samples_per_s)),
         "tokens/s": lambda row: _number(row.outcome.tokens_per_s),
         "trainer waits": lambda row: f"{row.outcome.trainer_waits:.0%}",
-        "engines wait": lambda row: f"{row.outcome.generation_waits:.0%}",
+        "engines wait": lambda row: f"{1 - row.outcome.engine_busy:.0%}",
         "lag": lambda row: f"{row.outcome.lag_mean:.1f}",
         "most": lambda row: f"{row.outcome.lag_max}",
         "hours/1M": lambda row: _number(row.hours_per_million),

@@ -26,7 +26,7 @@ from freewheel.rollout.rollouter import PUT_LINGER_S
 from freewheel.runtime.bottleneck import Scoring, Setting, Tried, Verdict, in_turns, streaming, verdict
 
 BLOCK = 4096
-"""Numbers drawn at a time, so that a draw costs no more than an iterator."""
+"""Numbers drawn at once, because single draws are slow."""
 HALVINGS = 60
 """Bisections of an interval until floats are exhausted."""
 
@@ -74,13 +74,9 @@ class Lognormal:
 
 @dataclass(frozen=True)
 class Measured:
-    """Draws one of the given values, each with its frequency."""
+    """Draws one of the given values, at least one, each with its frequency."""
 
     values: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        if not self.values:
-            raise ValueError("values = (): give at least one that was measured")
 
     @property
     def mean(self) -> float:
@@ -245,11 +241,6 @@ class Scene:
         return min(ahead, self.steps // 3), max(self.steps - ahead, 2 * self.steps // 3, 1)
 
     @property
-    def tokens_per_step(self) -> float:
-        """Mean tokens that the trainer computes."""
-        return self.bounds.groups_per_step * self.n * (self.lengths.mean + self.training.prompt_tokens)
-
-    @property
     def capacities(self) -> dict[str, float]:
         """Groups per second that each part could do alone; engines with the pauses for versions."""
         made, bounds = self.generation, self.bounds
@@ -257,7 +248,8 @@ class Scene:
         found = {"generation": 1 / (per_group_s + self.weights.pause_s / bounds.groups_per_version)}
         if (scored := self.scores.per_s) is not None:
             found["judge"] = scored / self.n
-        step_s = self.training.step_s(self.tokens_per_step) * self.training.varies.mean
+        step_tokens = bounds.groups_per_step * self.n * (self.lengths.mean + self.training.prompt_tokens)
+        step_s = self.training.step_s(step_tokens) * self.training.varies.mean
         found["training"] = bounds.groups_per_step / (step_s + self.training.pack_s / bounds.steps_per_version)
         return found
 
@@ -317,10 +309,6 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def trainer_waits(self) -> float:
         return self.waits["trainer"]["wait_batch"]
-
-    @property
-    def generation_waits(self) -> float:
-        return 1 - self.engine_busy
 
     def verdict(self, setting: Setting, scores: Scores, *, tried: Tried | None = None) -> Verdict:
         """Return the verdict that such a run would show."""

@@ -122,7 +122,7 @@ class Simulation:
             self.now, order, what, whom, timer = heapq.heappop(events)
             if timer is None or timer.order == order:
                 what(whom)
-        assert self._steps_done == self.scene.steps, f"it stood still after step {self._steps_done}"
+        assert self._steps_done == self.scene.steps, f"the simulation stalled after step {self._steps_done}"
         assert self.policy.trained == self.scene.bounds.total_groups and not self._stored
         return self._outcome()
 

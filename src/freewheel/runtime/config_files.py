@@ -203,8 +203,8 @@ def to_yaml(config: TrainConfig) -> str:
 
 
 def load(path: str | os.PathLike[str]) -> TrainConfig:
-    """Read what `to_yaml` wrote, with all checks. No reference in it is filled in."""
-    values = _read(Path(path))
+    """Read what `to_yaml` wrote, with all checks. No reference in it is filled in. The run may be somebody else's."""
+    values = _read(Path(path), _RunLoader)
     try:
         return to_config(values)
     except ConfigError as error:
@@ -223,6 +223,16 @@ class _Loader(yaml.SafeLoader):
                 )
             seen.add(key.value)
         return dict(super().construct_mapping(node, deep))
+
+
+class _RunLoader(_Loader):
+    """Refuses aliases: `to_yaml` writes none, and a few lines of them can expand beyond all memory."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.composer.ComposerError(problem="aliases are not allowed here", problem_mark=mark)
+        return super().compose_node(parent, index)
 
 
 # A run directory may be named after a day: 2026-11-19 is text.
@@ -251,18 +261,18 @@ for _kind in (_Loader, _Dumper):
     )
 
 
-def _load_yaml(text: str) -> Any:
-    return yaml.load(text, Loader=_Loader)  # a SafeLoader
+def _load_yaml(text: str, loader: type[_Loader] = _Loader) -> Any:
+    return yaml.load(text, Loader=loader)  # a SafeLoader
 
 
-def _read(path: Path) -> dict[Any, Any]:
+def _read(path: Path, loader: type[_Loader] = _Loader) -> dict[Any, Any]:
     try:
-        values = _load_yaml(path.read_text(encoding="utf-8"))
+        values = _load_yaml(path.read_text(encoding="utf-8"), loader)
     except OSError as error:
         raise ConfigError("config", str(path), f"the file cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError("config", str(path), "the file is not UTF-8 text") from None
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # a list as a key, or too many brackets
         raise _bad_yaml(error, path) from None
     if values is None:
         return {}
@@ -271,7 +281,7 @@ def _read(path: Path) -> dict[Any, Any]:
     return values
 
 
-def _bad_yaml(error: yaml.YAMLError | ValueError, path: Path) -> ConfigError:
+def _bad_yaml(error: Exception, path: Path) -> ConfigError:
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or str(error).splitlines()[0]
     where = f"{path}:{mark.line + 1}" if mark else str(path)

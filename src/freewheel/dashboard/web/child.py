@@ -4,8 +4,8 @@
              └─ python -m freewheel.dashboard.web.child FD (nice 10), with the rest on stdin
                 asleep, almost nothing imported ─ a client connects ─▶ the server ─ the run ends ─▶ exit
 
-Most runs are never looked at, and they pay only for a sleeping interpreter. The child ends with its parent, however
-that ends.
+Most runs are never looked at, and they pay only for a sleeping interpreter. The run ends the child with SIGTERM; if the
+run is killed, the child ends itself.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import contextlib
 import logging
 import os
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -26,18 +25,18 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from freewheel.utils.processes import end_with
+
 if TYPE_CHECKING:
     from freewheel.dashboard.terminal import View
     from freewheel.runtime.config import TrainConfig
 
-PARENT_CHECK_S = 1.0
-"""A process forked from the parent may keep our stdin open; then the changed parent pid shows that the run ended."""
 NICENESS = 10
 """The run's own processes come first."""
 
 
 class Start(msgspec.Struct):
-    """The first line of stdin. Other users could read a token among the arguments."""
+    """What the child reads from stdin. Other users could read a token among its arguments."""
 
     run: str
     token: str
@@ -47,35 +46,14 @@ class Start(msgspec.Struct):
 def main() -> None:
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
-    start = msgspec.json.decode(_first_line(), type=Start)
+    start = msgspec.json.decode(sys.stdin.buffer.read(), type=Start)
+    end_with(start.parent)  # a run that is killed cannot end its page
     listening = socket.socket(fileno=int(sys.argv[1]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent
-    if not _somebody_looks(listening, start.parent):
-        return
+    select.select([listening], [], [])
     from freewheel.dashboard.web.runs import Runs
     from freewheel.dashboard.web.server import serve
 
-    runs = Runs([start.run], clock=time.monotonic, must_exist=False)
-    serve(runs, listening, start.token, parent=start.parent)
-
-
-def _somebody_looks(listening: socket.socket, parent: int) -> bool:
-    """Return True when a client connects, False when the run ends first."""
-    while os.getppid() == parent:
-        ready, _, _ = select.select([listening.fileno(), 0], [], [], PARENT_CHECK_S)
-        if 0 in ready:  # stdin is at its end: the parent has nothing more to say
-            return False
-        if ready:
-            return True
-    return False
-
-
-def _first_line() -> bytes:
-    """Read one line byte by byte, because another reader waits for the end of stdin."""
-    found = bytearray()
-    while (one := os.read(0, 1)) not in (b"", b"\n"):
-        found += one
-    return bytes(found)
+    serve(Runs([start.run], clock=time.monotonic, must_exist=False), listening, start.token)
 
 
 if __name__ == "__main__":
@@ -139,11 +117,10 @@ def _start(folder: Path, port: int) -> tuple[subprocess.Popen[bytes], str]:
             pass_fds=[listening.fileno()],
             process_group=0,  # Ctrl-C in the terminal is for the run
         )
-        told = {"run": str(folder), "token": token, "parent": os.getpid()}
+        start = Start(run=str(folder), token=token, parent=os.getpid())
         assert child.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it died at once, which is reported at the end
-            child.stdin.write(msgspec.json.encode(told) + b"\n")
-            child.stdin.flush()
+        with contextlib.suppress(BrokenPipeError), child.stdin:  # it died at once, which is reported at the end
+            child.stdin.write(msgspec.json.encode(start))
         return child, address(listening, token)
 
 
@@ -153,9 +130,7 @@ def _end(child: subprocess.Popen[bytes], folder: Path) -> None:
             "The run's page ended by itself (exit code %d); `freewheel dashboard %s` shows the run",
             *(child.returncode, folder),
         )
-    assert child.stdin is not None
-    with contextlib.suppress(OSError):
-        child.stdin.close()
+    child.terminate()
     try:
         child.wait(END_S)
     except subprocess.TimeoutExpired:

@@ -3,7 +3,7 @@
     freewheel dashboard RUN FOLDER ─▶ Runs ─ find ─▶ RunView ─▶ `views`
                                                      ├─ Settings: config.yaml as plain values
                                                      ├─ RecordedMetrics, RecordedTrace, Samples, warnings of log.jsonl
-                                                     └─ LastStep: by journal and checkpoints, where metrics have gaps
+                                                     └─ LastStep, where metrics have gaps
 
 A request names a run by its id, which is looked up: no path comes from a browser. One thread at a time reads a view. A
 full disk costs rows of metrics and not the run, so journal and checkpoints may know more than the curves;
@@ -13,12 +13,11 @@ full disk costs rows of metrics and not the run, so journal and checkpoints may 
 from __future__ import annotations
 
 import os
-import sqlite3
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,9 +27,10 @@ import yaml
 from freewheel.dashboard.web.samples import Samples
 from freewheel.errors import ConfigError
 from freewheel.inspect.metrics import Columns, RecordedMetrics
+from freewheel.inspect.run import LastStep, live_holder
 from freewheel.inspect.trace import RecordedTrace
 from freewheel.observe.lines import Tail, decoded, open_regular
-from freewheel.observe.run_folder import CHECKPOINTS, CONFIG, FINAL, JOURNAL, LOG, METRICS, saved_steps
+from freewheel.observe.run_folder import CHECKPOINTS, CONFIG, FINAL, JOURNAL, LOG, METRICS
 from freewheel.runtime.config import THRESHOLDS
 
 MOST_BYTES = 1 << 20
@@ -116,42 +116,6 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """Builds plain values only. The C loader is ten times as fast."""
-
-
-class LastStep:
-    """The last step of a finished run, looked up again when one of its files changed."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._seen: list[tuple[int, int]] = []
-        self._step = 0
-        self.unread = ""
-        """Why an existing journal could not be read: the run may have come further."""
-
-    def look(self) -> int:
-        """Return the last step; 0 if neither journal nor checkpoints know."""
-        from freewheel.queue.journal import Journal, JournalError
-
-        journal_path = self._folder / JOURNAL
-        seen = [_mark(self._folder / name) for name in (JOURNAL, f"{JOURNAL}-wal", CHECKPOINTS)]
-        if seen != self._seen or self.unread:  # becoming readable changes no file
-            self._seen, self.unread, committed = seen, "", 0
-            try:
-                if journal_path.is_file():
-                    with closing(Journal(journal_path, readonly=True, checked=False)) as journal:
-                        committed = journal.last_step()
-            except (JournalError, sqlite3.Error, OSError) as error:
-                self.unread = str(error) or type(error).__name__
-            self._step = max([committed, *saved_steps(self._folder)])
-        return self._step
-
-
-def _mark(path: Path) -> tuple[int, int]:
-    try:
-        about = path.stat()
-    except OSError:
-        return (0, 0)
-    return (about.st_mtime_ns, about.st_size)
 
 
 def describe_gaps(recorded: RecordedMetrics, step: int, unread: str = "") -> list[str]:
@@ -260,8 +224,6 @@ class RunView:
 
     def _is_held(self) -> bool:
         """Return whether a process writes to the run."""
-        from freewheel.inspect.run import live_holder
-
         now = self._clock()
         if self._holder or now - self._asked_at >= STILL_S:
             self._asked_at = now

@@ -8,15 +8,14 @@
 Access (`Door`): the printed address contains a token. Opening it sets a cookie and removes the token from the address.
 No script can read the cookie. It is named after the port, but browsers send it to every server at the same host.
 
-Events (`Streams`):
+Events (`_follow`):
 
     client (cursor, or Last-Event-ID after a break) ─▶ changes ─▶ `event: change`, id: the next cursor
                                                           ├─ nothing new for long ─▶ `event: alive`
                                                           └─ None ─▶ `event: reload`: fetch everything again
 
 The server keeps nothing per client, so a client that reconnects continues from its cursor, even on another server. A
-view that fails is an error in its own reply. `freewheel dashboard` serves until SIGINT or SIGTERM; the server of a run
-serves until its stdin ends.
+view that fails is an error in its own reply.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ import hashlib
 import hmac
 import logging
 import math
-import os
 import secrets
 import signal
 import socket
@@ -41,9 +39,9 @@ import msgspec
 from aiohttp import web
 
 from freewheel.dashboard.web import timeline, views
-from freewheel.dashboard.web.child import PARENT_CHECK_S
 from freewheel.dashboard.web.runs import Runs, RunView
 from freewheel.utils.http import server_log
+from freewheel.utils.waiting import wait_for_event
 
 TOKEN_BYTES = 32
 REFUSED = (
@@ -98,54 +96,25 @@ RETRY_MS = 1000
 MOST_STREAMS = 64
 
 
-class Streams:
-    """All listening clients."""
-
-    def __init__(self) -> None:
-        self._stopping = asyncio.Event()
-        self._open = 0
-
-    @property
-    def full(self) -> bool:
-        return self._open >= MOST_STREAMS
-
-    def stop(self) -> None:
-        self._stopping.set()
-
-    async def serve(
-        self, request: web.Request, view: RunView, told: str, headers: Mapping[str, str]
-    ) -> web.StreamResponse:
-        """Send events until the client hangs up or must reload."""
-        response = web.StreamResponse(headers={**headers, "Content-Type": "text/event-stream"})
-        self._open += 1
-        try:
-            await response.prepare(request)
-            await response.write(f"retry: {RETRY_MS}\n\n".encode())
-            with contextlib.suppress(ConnectionError):
-                await self._follow(response, view, told)
-        finally:
-            self._open -= 1
-        return response
-
-    async def _follow(self, response: web.StreamResponse, view: RunView, told: str) -> None:
-        loop = asyncio.get_running_loop()
-        before, sent_at = b"", loop.time()
-        while not self._stopping.is_set():
-            found = await asyncio.to_thread(_changes, view, told)
-            if found is None:
-                await response.write(b"event: reload\ndata: {}\n\n")
-                return
-            cursor = found.pop("cursor")
-            data = msgspec.json.encode(found)
-            if data != before:
-                await response.write(b"event: change\nid: %s\ndata: %s\n\n" % (cursor.encode(), data))
-                told, sent_at = cursor, loop.time()
-                before = msgspec.json.encode(_without_rows(found))
-            elif loop.time() - sent_at >= ALIVE_S:
-                await response.write(b"event: alive\ndata: {}\n\n")
-                sent_at = loop.time()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), EVERY_S)
+async def _follow(response: web.StreamResponse, view: RunView, told: str, stopping: asyncio.Event) -> None:
+    """Send events until the server stops or the client must reload."""
+    loop = asyncio.get_running_loop()
+    before, sent_at = b"", loop.time()
+    while not stopping.is_set():
+        found = await asyncio.to_thread(_changes, view, told)
+        if found is None:
+            await response.write(b"event: reload\ndata: {}\n\n")
+            return
+        cursor = found.pop("cursor")
+        data = msgspec.json.encode(found)
+        if data != before:
+            await response.write(b"event: change\nid: %s\ndata: %s\n\n" % (cursor.encode(), data))
+            told, sent_at = cursor, loop.time()
+            before = msgspec.json.encode(_without_rows(found))
+        elif loop.time() - sent_at >= ALIVE_S:
+            await response.write(b"event: alive\ndata: {}\n\n")
+            sent_at = loop.time()
+        await wait_for_event(stopping, EVERY_S)
 
 
 def _changes(view: RunView, told: str) -> dict[str, Any] | None:
@@ -162,55 +131,22 @@ def _without_rows(found: dict[str, Any]) -> dict[str, Any]:
 log = logging.getLogger("freewheel.dashboard")
 
 
-def serve(
-    runs: Runs,
-    listening: socket.socket,
-    token: str,
-    *,
-    ready: Callable[[], None] = lambda: None,
-    parent: int | None = None,
-) -> None:
-    """Serve until SIGTERM, in the main thread. Without `parent`, SIGINT ends it too; with one, the end of stdin, or
-    another parent."""
-    asyncio.run(_serve(runs, listening, token, ready, parent))
+def serve(runs: Runs, listening: socket.socket, token: str, *, ready: Callable[[], None] = lambda: None) -> None:
+    """Serve until SIGINT or SIGTERM, in the main thread."""
+    asyncio.run(_serve(runs, listening, token, ready))
 
 
-async def _serve(
-    runs: Runs, listening: socket.socket, token: str, ready: Callable[[], None], parent: int | None
-) -> None:
-    loop = asyncio.get_running_loop()
-    told = asyncio.Event()
-    loop.add_signal_handler(signal.SIGTERM, told.set)
-    if parent is None:
-        loop.add_signal_handler(signal.SIGINT, told.set)
-    else:
-        os.set_blocking(0, False)
-        loop.add_reader(0, _at_end, told)
+async def _serve(runs: Runs, listening: socket.socket, token: str, ready: Callable[[], None]) -> None:
+    stopping = asyncio.Event()
+    for one in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(one, stopping.set)
     server = Server(runs, token=token)
     await server.start(listening)
     try:
         ready()
-        while parent is None or os.getppid() == parent:
-            try:
-                await asyncio.wait_for(told.wait(), None if parent is None else PARENT_CHECK_S)
-                return
-            except TimeoutError:
-                continue
+        await stopping.wait()
     finally:
-        if parent is not None:
-            loop.remove_reader(0)
         await server.stop()
-
-
-def _at_end(told: asyncio.Event) -> None:
-    try:
-        ended = not os.read(0, 1 << 10)
-    except BlockingIOError:
-        return
-    except OSError:
-        ended = True
-    if ended:
-        told.set()
 
 
 STATIC = Path(__file__).parent / "static"
@@ -235,14 +171,16 @@ class Server:
     def __init__(self, runs: Runs, *, token: str) -> None:
         self._runs = runs
         self._token = token
-        self._streams = Streams()
         self._assets = _assets()
+        self._listening = 0
+        """Listening clients."""
+        self._stopping = asyncio.Event()
 
     async def start(self, listening: socket.socket) -> None:
         """`listening`: a bound socket."""
         self._door = Door(self._token, listening.getsockname()[1])
         app = web.Application(middlewares=[self._guarded], client_max_size=0)
-        app.router.add_get("/", self._index)
+        app.router.add_get("/", self._static)
         app.router.add_get("/static/{name:.+}", self._static)
         app.router.add_get("/api/runs", self._all_runs)
         app.router.add_get("/api/compare", self._compare)
@@ -257,7 +195,7 @@ class Server:
         await web.SockSite(self._runner, listening).start()
 
     async def stop(self) -> None:
-        self._streams.stop()
+        self._stopping.set()
         await self._runner.cleanup()
 
     # -- who, and what went wrong -------------------------------------------------------------------------------------
@@ -288,22 +226,14 @@ class Server:
             return web.Response(status=HTTPStatus.FORBIDDEN, text=REFUSED)
         return await handler(request)
 
-    # -- the page -----------------------------------------------------------------------------------------------------
-
-    async def _index(self, request: web.Request) -> web.StreamResponse:
-        return self._asset("index.html")
+    # -- what is served -----------------------------------------------------------------------------------------------
 
     async def _static(self, request: web.Request) -> web.StreamResponse:
-        return self._asset(request.match_info["name"])
-
-    def _asset(self, name: str) -> web.Response:
-        found = self._assets.get(name)
-        if found is None:
+        name = request.match_info.get("name", "index.html")
+        if name not in self._assets:
             raise web.HTTPNotFound(text=f"the page has no {name!r}")
-        kind, body = found
+        kind, body = self._assets[name]
         return web.Response(body=body, content_type=kind, charset="utf-8")
-
-    # -- runs ---------------------------------------------------------------------------------------------------------
 
     async def _all_runs(self, request: web.Request) -> web.StreamResponse:
         """Return all runs, live ones first: the page opens the first one."""
@@ -328,9 +258,18 @@ class Server:
     async def _events(self, request: web.Request) -> web.StreamResponse:
         view = self._view(request.match_info["run"])
         told = request.headers.get("Last-Event-ID") or request.query.get("cursor", "")
-        if self._streams.full:
+        if self._listening >= MOST_STREAMS:
             raise web.HTTPServiceUnavailable(text="too many pages are open: close one")
-        return await self._streams.serve(request, view, told, HEADERS)
+        response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream"})
+        self._listening += 1
+        try:
+            await response.prepare(request)
+            await response.write(f"retry: {RETRY_MS}\n\n".encode())
+            with contextlib.suppress(ConnectionError):
+                await _follow(response, view, told, self._stopping)
+        finally:
+            self._listening -= 1
+        return response
 
     def _answering(self, answer: Answer) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:

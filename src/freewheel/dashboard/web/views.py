@@ -33,8 +33,11 @@ from freewheel.inspect.metrics import (
     plain,
     rates,
 )
+from freewheel.inspect.prompt import follow
+from freewheel.inspect.run import find_run, inspect
 from freewheel.judge.endpoint import Breaker
 from freewheel.judge.stats import EndpointStats, State
+from freewheel.queue.journal import JournalError
 
 Places = np.ndarray[Any, np.dtype[np.intp]]
 
@@ -419,8 +422,6 @@ def _engines(last: Statistics, threshold: int | None) -> list[dict[str, Any]]:
 
 def ledger(folder: Path) -> dict[str, Any]:
     """Return the report of `freewheel inspect RUN`, or its error message."""
-    from freewheel.inspect.run import find_run, inspect
-
     try:
         return {"report": msgspec.to_builtins(inspect(find_run(str(folder)))), "error": ""}
     except ConfigError as error:
@@ -429,10 +430,6 @@ def ledger(folder: Path) -> dict[str, Any]:
 
 def prompt(folder: Path, ordinal: int) -> dict[str, Any]:
     """Return the result of `freewheel inspect RUN --group N`, or its error message."""
-    from freewheel.inspect.prompt import follow
-    from freewheel.inspect.run import find_run
-    from freewheel.queue.journal import JournalError
-
     try:
         return {"life": msgspec.to_builtins(follow(find_run(str(folder)), ordinal)), "error": ""}
     except (ConfigError, JournalError) as error:
