@@ -121,16 +121,6 @@ def test_the_bound_is_reached_and_not_passed(threshold: int, window: int, per_st
     assert lag == (limits.max_lag if threshold else 0)
 
 
-def test_the_oldest_group_is_waited_for_however_many_others_finish() -> None:
-    """A window over *finished* groups never fills up behind a straggler, and let one lag by 122 versions."""
-    run = Pipeline(bounds(threshold=1, window=5))
-    run.admit()
-    hold_up(run, run.open[0])
-    assert run.open == [0]
-    assert run.policy.trained == 4
-    run.run_fairly()
-
-
 def test_the_default_window_uses_up_what_the_configuration_allows() -> None:
     threshold, allowed, per_step = 3, 5, 32
     limits = bounds(threshold, (allowed - threshold) * per_step + 1, per_step)

@@ -267,9 +267,7 @@ class MessageQueue:
         self._wake()
 
     def _retry_or_abandon(self, ticket: Ticket, failure: Failure) -> None:
-        was_delayed = self._delayed.pop(ticket.ordinal, None) is not None
-        if was_delayed and self._closed:
-            return
+        self._delayed.pop(ticket.ordinal, None)
         if not self.ledger.fail(ticket.ordinal, failure):
             log.error("Prompt %d is abandoned (%s): %s", ticket.ordinal, failure.reason, failure.detail)
             self._write_abandoned(ticket, failure.reason)
