@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import pytest
 
@@ -14,13 +13,6 @@ from freewheel.queue.journal import Abandoned, CheckpointMark, Committed, Event,
 from freewheel.queue.ledger import Frontier, Ledger, infra_failure
 
 NOW_S = 1000.0
-
-
-@pytest.fixture
-def journal(tmp_path: Path) -> Iterator[Journal]:
-    one = Journal(tmp_path / "journal.sqlite")
-    yield one
-    one.close()
 
 
 def took(number: int, ordinals: Sequence[int], sequences: Sequence[int] = ()) -> Took:
