@@ -1,6 +1,6 @@
 """Names of metrics, values that can be recorded, sample ages, and alerts. Pure.
 
-`METRICS` lists every metric with unit and component. `docs/metrics.md` shows this table, a test compares them, and the
+`METRICS` lists every metric with unit and component. `docs/metrics.md` is generated from this table, and the
 Prometheus sink takes its help texts from it. Metrics of users' hooks need no entry.
 
 `plain` turns what a component or hook returns into plain values. Numbers of numpy and torch are recognised by their
@@ -291,5 +291,5 @@ def _wrong(threshold: Any, value: float) -> str | None:
 
 
 def _bounds(threshold: Any) -> str:
-    said = [f"{side} {bound:g}" for side in ("above", "below") if (bound := getattr(threshold, side)) is not None]
-    return ", ".join(said)
+    sides = [f"{side} {bound:g}" for side in ("above", "below") if (bound := getattr(threshold, side)) is not None]
+    return ", ".join(sides)
