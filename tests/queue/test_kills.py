@@ -393,7 +393,7 @@ class World:
             self.train()
             self.commit()
             self.disk()
-        assert self.has_ended, f"the run stands still: {self.queue.describe_wait()}, {self.trainer}, {self.calls}"
+        assert self.has_ended, f"the run makes no progress: {self.queue.describe_wait()}, {self.trainer}, {self.calls}"
         self.disk()  # nobody waits for the record of an abandoned prompt
         self.check_the_end()
 

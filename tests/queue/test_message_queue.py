@@ -117,11 +117,11 @@ async def test_a_cancelled_call_takes_no_tickets(served: bool) -> None:
     assert await one.queue.release_replica("gone") == 0
 
 
-async def test_a_failed_prompt_rests_only_if_an_engine_failed() -> None:
+async def test_a_failed_prompt_waits_for_its_next_attempt_only_if_an_engine_failed() -> None:
     one = Scene(threshold=0, prompts=2, retry_delay_s=0.05)
     first, second = await one.admit(2)
     await one.queue.fail(first, infra_failure("engine", "no memory"))
-    assert not await one.admit(1, "b"), "it rests, and no other prompt is left"
+    assert not await one.admit(1, "b"), "its next attempt is not due, and no other prompt is left"
     assert not one.queue.policy.exhausted and not one.queue.finished
     again = (await one.queue.admit("b", want=1, load=0, wait_s=LONG_S, holding=[])).tickets
     assert attempts(again) == [(first.ordinal, 1)]
@@ -130,7 +130,7 @@ async def test_a_failed_prompt_rests_only_if_an_engine_failed() -> None:
     assert other.ordinal == second.ordinal
     await one.queue.fail(other, infra_failure("timeout", "slow"))
     await one.queue.close()
-    assert not one.queue._delayed, "nobody waits for a rest to end"
+    assert not one.queue._delayed, "a closed queue has no attempt to wait for"
 
 
 # -- replicas that die ------------------------------------------------------------------------------------------------

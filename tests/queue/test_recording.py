@@ -128,7 +128,7 @@ async def test_a_version_that_ends_early_is_complete_only_when_the_journal_has_i
 
 
 async def test_a_caller_that_sees_a_write_done_also_sees_its_effects(build: Build) -> None:
-    """Its call may come at the moment at which the disk is done."""
+    """The call may arrive just as the write ends."""
     one = build(steps_per_version=2)
     await one.train(1)
     await one.fill(2)
@@ -182,7 +182,7 @@ async def test_a_trainer_that_starts_while_a_commit_is_being_written_gets_that_s
     assert one.queue.ledger.trained == 2
 
 
-async def test_a_trainer_waits_for_a_slow_journal_and_is_told_if_recorded_groups_are_gone(build: Build) -> None:
+async def test_a_trainer_waits_for_a_slow_journal_and_gets_an_error_if_recorded_groups_are_gone(build: Build) -> None:
     one = build()
     await one.train(1)
     for _ in range(2):

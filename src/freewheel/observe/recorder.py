@@ -325,7 +325,7 @@ class Recorder:
                 for level, text in self._alerts.check(found):
                     log.log(level, "Alert: %s", text)
             for sink in [] if kind in FILE_ONLY else list(self._sinks):
-                self._tell(sink, kind, step, found)
+                self._write_to(sink, kind, step, found)
 
     @property
     def alerts(self) -> list[str]:
@@ -358,7 +358,7 @@ class Recorder:
 
     # -- sinks --------------------------------------------------------------------------------------------------------
 
-    def _tell(self, sink: Sink, kind: Kind, step: int, values: Mapping[str, Any]) -> None:
+    def _write_to(self, sink: Sink, kind: Kind, step: int, values: Mapping[str, Any]) -> None:
         try:
             sink.write(kind, step, values)
             return

@@ -457,7 +457,9 @@ class MessageQueue:
         """Return the result of a call, or None after `wait_s`. It then continues, and a repeated call waits for it."""
         task = self._calls.get((name, step))
         if task is None:
-            self._calls = {key: one for key, one in self._calls.items() if not one.done()}  # nobody came back for those
+            self._calls = {
+                key: one for key, one in self._calls.items() if not one.done()
+            }  # nobody asked again for these
             task = self._calls[name, step] = asyncio.ensure_future(call())
         await asyncio.wait([task], timeout=wait_s)
         if not task.done():
