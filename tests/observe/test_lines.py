@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import signal
@@ -148,26 +147,6 @@ def test_the_start_of_a_run_survives_a_process_that_died_in_it(make, folder):
 # -- what goes wrong --------------------------------------------------------------------------------------------------
 
 
-def test_a_full_disk_costs_lines_and_ends_when_there_is_room(make, caplog):
-    caplog.set_level(logging.INFO, logger="freewheel")
-    lines = make()
-    lines.path.parent.mkdir()
-    lines.path.symlink_to("/dev/full")
-    for number in range(10):
-        lines.add(number)
-        lines.flush()
-    assert lines.lost == 10
-    lines.path.unlink()
-    lines.add(10)  # goes to the old file once more, which is then opened again
-    lines.flush()
-    lines.add(11)
-    lines.flush()
-    assert (read(lines.path), lines.lost) == ([11], 11)
-    said = [record.getMessage() for record in caplog.records]
-    assert sum("cannot be written (No space left on device): lines are lost" in text for text in said) == 1
-    assert any("can be written again; 11 lines were lost" in text for text in said)
-
-
 def test_a_folder_that_cannot_be_made_costs_lines_and_nothing_else(make, folder):
     folder.write_text("in its place")
     lines = make()
@@ -177,16 +156,6 @@ def test_a_folder_that_cannot_be_made_costs_lines_and_nothing_else(make, folder)
     lines.add(2)
     lines.flush()
     assert (read(lines.path), lines.lost) == ([2], 1)
-
-
-def test_a_link_in_its_place_is_not_followed(make, tmp_path):
-    lines, target = make(), tmp_path / "mine"
-    lines.path.parent.mkdir()
-    target.write_text("untouched")
-    lines.path.symlink_to(target)
-    lines.add(1)
-    lines.flush()
-    assert (target.read_text(), lines.lost) == ("untouched", 1)
 
 
 def test_a_hanging_disk_delays_nobody_who_adds(make, monkeypatch):

@@ -33,16 +33,23 @@ def objects(folder):
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
-def test_a_line_has_time_level_component_and_message_and_attaching_again_changes_them(tmp_path):
+def test_a_record_is_a_line_for_people_and_an_object_for_programs_and_attaching_again_changes_them(tmp_path):
     path = attach_log(tmp_path, "trainer")
     assert path == tmp_path / "fully_async_training.log"
-    logging.getLogger("freewheel.trainer").info("step %d", 3)
+    logging.getLogger("freewheel.trainer").info("Saved step %d", 20, extra={"step": 20, "version": 19})
     logging.getLogger("freewheel").debug("too quiet for INFO")
     attach_log(tmp_path, "queue", "DEBUG")
-    logging.getLogger("freewheel").debug("once")
+    logging.getLogger("freewheel").debug("once ü", extra={"ordinal": 7})
     assert len(handlers()) == 2
     first, second = path.read_text().splitlines()
-    assert LINE.match(first) and first.endswith(" INFO [trainer] step 3") and second.endswith(" DEBUG [queue] once")
+    assert LINE.match(first) and first.endswith(" INFO [trainer] Saved step 20")
+    assert second.endswith(" DEBUG [queue] once ü")
+    first, second = objects(tmp_path)
+    assert abs(first.pop("time") - time.time()) < 60
+    same = {"run": tmp_path.name}
+    assert first == {"level": "INFO", **same, "role": "trainer", "message": "Saved step 20", "version": 19, "step": 20}
+    del second["time"]
+    assert second == {"level": "DEBUG", **same, "role": "queue", "message": "once ü", "ordinal": 7}
 
 
 def test_each_run_of_a_process_has_its_own_files(tmp_path):
@@ -167,26 +174,3 @@ def test_one_line_of_statistics_covers_all_four_components():
     ]
     (line, *_) = component_statistics({"trainer": {"global_steps": 1}, "reward": {"scored": 3}})
     assert line.endswith("trainer: global_steps=1 | rollouter: no answer | queue: no answer | sync: no answer")
-
-
-# -- log.jsonl --------------------------------------------------------------------------------------------------------
-
-
-def test_the_same_records_are_there_for_programs(tmp_path):
-    path = attach_log(tmp_path, "trainer")
-    log = logging.getLogger("freewheel.trainer")
-    log.info("Saved the checkpoint of step %d", 20, extra={"step": 20, "version": 19})
-    log.warning("Prompt %d failed: %s", 7, "zwei\nZeilen ü", extra={"ordinal": 7})
-    first, second = objects(tmp_path)
-    assert abs(first.pop("time") - time.time()) < 60
-    assert first == {
-        "level": "INFO",
-        "run": tmp_path.name,
-        "role": "trainer",
-        "message": "Saved the checkpoint of step 20",
-        "version": 19,
-        "step": 20,
-    }
-    assert (second["level"], second["ordinal"], "step" in second) == ("WARNING", 7, False)
-    assert second["message"] == "Prompt 7 failed: zwei\nZeilen ü"
-    assert path.read_text().splitlines()[0].endswith(" INFO [trainer] Saved the checkpoint of step 20")

@@ -12,9 +12,9 @@ import subprocess
 import sys
 import threading
 import time
-import types
 import urllib.request
 from types import SimpleNamespace
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -71,11 +71,12 @@ def test_a_row_is_one_json_line_and_there_at_once(tmp_path):
         Recorder(run_dir=tmp_path / "missing")
 
 
-@pytest.mark.parametrize("odd", [b"[" * 100_000, b"\xff\xfe", b"7", b"{}", b'{"kind": "step", "step": "x"}'])
-def test_a_line_that_is_not_a_row_is_skipped(tmp_path, odd):
+def test_a_line_that_is_not_a_row_is_skipped(tmp_path):
     assert read_metrics(tmp_path) == []
-    (tmp_path / "metrics.jsonl").write_bytes(odd + b'\n{"kind": "step", "step": 1}\n')
-    assert [row["step"] for row in read_metrics(tmp_path, "step")] == [1]
+    row = {"kind": "step", "step": 1}
+    lines = ["no json", "7", "{}", '{"kind": "step", "step": "x"}', json.dumps(row)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert read_metrics(tmp_path, "step") == [row]
 
 
 @pytest.mark.parametrize("torn", [b'{"kind": "st', b'{"kind": "step", "x": "\xc3', b"x" * 200_000])
@@ -269,69 +270,38 @@ def test_a_taken_port_names_the_setting_and_closing_frees_it():
             PrometheusSink(port=port)
 
 
-class StandIn(types.ModuleType):
-    """The part of wandb that we use."""
-
-    def __init__(self, logged_in):
-        super().__init__("wandb")
-        self.logged_in, self.asked, self.inits, self.rows, self.finished = logged_in, [], [], [], 0
-        self.Error = ConnectionError
-        self.Settings = lambda **settings: settings
-
-    def login(self, **options):
-        self.asked.append(options)
-        if isinstance(self.logged_in, Exception):
-            raise self.logged_in
-        return self.logged_in
-
-    def init(self, **options):
-        self.inits.append(options)
-        return self
-
-    def define_metric(self, *names, **options): ...
-
-    def log(self, values):
-        self.rows.append(values)
-
-    def finish(self):
-        self.finished += 1
-
-
 @pytest.fixture
-def stand_in(monkeypatch):
-    def put(logged_in=True):
-        module = StandIn(logged_in)
-        monkeypatch.setitem(sys.modules, "wandb", module)
-        return module
-
+def wandb(monkeypatch):
+    """A stand-in for the package, logged in."""
+    module = Mock(Error=ConnectionError)
+    module.run = module.init.return_value
+    monkeypatch.setitem(sys.modules, "wandb", module)
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    return put
+    return module
 
 
-def test_wandb_gets_rows_by_our_steps_and_a_resumed_run_continues(tmp_path, stand_in):
-    wandb = stand_in()
+def test_wandb_gets_rows_by_our_steps_and_a_resumed_run_continues(tmp_path, wandb):
     sink = WandbSink(run_dir=tmp_path, project="p", config={"seed": 1})
-    sink.write("step", 12, {"reward": 0.5})
-    sink.write("eval", 10, {"accuracy": 0.9})
-    sink.write("event", 12, {"text": "x"})
+    for row in (("step", 12, {"reward": 0.5}), ("eval", 10, {"accuracy": 0.9}), ("event", 12, {"text": "x"})):
+        sink.write(*row)
     sink.close()
-    assert wandb.rows == [{"reward": 0.5, "step": 12}, {"eval/accuracy": 0.9, "step": 10}]
-    assert wandb.inits[0]["config"] == {"seed": 1} and wandb.finished == 1
+    assert wandb.run.log.mock_calls == [call({"reward": 0.5, "step": 12}), call({"eval/accuracy": 0.9, "step": 10})]
+    assert wandb.init.call_args.kwargs["config"] == {"seed": 1} and wandb.run.finish.call_count == 1
     (tmp_path / "other").mkdir()
     for run_dir in (tmp_path, tmp_path / "other"):
         WandbSink(run_dir=run_dir, project="p", config={})
-    first, again, other = (options["id"] for options in wandb.inits)
+    first, again, other = (one.kwargs["id"] for one in wandb.init.call_args_list)
     assert first == again != other
 
 
-@pytest.mark.parametrize("logged_in", [False, ConnectionError("no route to host")])
-def test_wandb_never_asks_for_a_key_and_is_offline_without_one(tmp_path, stand_in, monkeypatch, logged_in):
-    wandb = stand_in(logged_in)
+@pytest.mark.parametrize("login", [{"return_value": False}, {"side_effect": ConnectionError("no route to host")}])
+def test_wandb_never_asks_for_a_key_and_is_offline_without_one(tmp_path, wandb, monkeypatch, login):
+    wandb.login.configure_mock(**login)
     WandbSink(run_dir=tmp_path, project="p", config={})
-    assert wandb.asked == [{"prompt": False}] and wandb.inits[0]["mode"] == "offline"
     monkeypatch.setenv("WANDB_MODE", "disabled")
     WandbSink(run_dir=tmp_path, project="p", config={})
-    assert len(wandb.asked) == 1 and wandb.inits[1]["mode"] == "disabled"
+    assert wandb.login.mock_calls == [call(prompt=False)]
+    assert [one.kwargs["mode"] for one in wandb.init.call_args_list] == ["offline", "disabled"]
 
 
 def test_real_wandb_writes_a_run_offline(tmp_path, monkeypatch):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
+from contextlib import ExitStack
 
 import pytest
 
@@ -22,26 +22,14 @@ def test_seconds_add_up_by_name_and_a_running_span_counts(clock):
         assert spans.snapshot() == {"train": 5.0, "sync": 1.0, "elapsed": 6.0}
 
 
-async def test_tasks_that_wait_together_have_waited_once(clock):
+def test_spans_of_one_name_that_overlap_count_once(clock):
     spans = Spans(clock)
-    opened, go = asyncio.Event(), asyncio.Event()
-
-    async def first():
+    with ExitStack() as later:
         with spans("wait"):
-            opened.set()
-            await go.wait()
-
-    async def second():
-        await opened.wait()
+            clock.now += 1.0
+            later.enter_context(spans("wait"))
+            clock.now += 1.0
         clock.now += 1.0
-        with spans("wait"):
-            clock.now += 1.0
-            go.set()
-            await task
-            clock.now += 1.0
-
-    task = asyncio.create_task(first())
-    await second()
     assert spans.snapshot() == {"wait": 3.0, "elapsed": 3.0}
 
 

@@ -211,21 +211,28 @@ def test_the_command_writes_what_viewers_open_and_imports_nothing_heavy(run_dir,
     assert {one.stat().st_mode & 0o777 for one in (output, zipped)} == {0o600}
 
 
-def test_the_command_reports_what_is_missing(run_dir, tmp_path):
-    for name in ("untraced", "unreadable"):
+def test_the_command_reports_what_is_missing_and_leaves_the_output_unchanged(run_dir, tmp_path):
+    for name, text in {"untraced": None, "empty": "", "garbage": "{\nno event\n", "unreadable": None}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.yaml").write_text("{}\n")
-    unreadable = tmp_path / "unreadable"
-    (unreadable / "trace").write_text("not a folder")
-    for arguments, text in (
-        ([tmp_path / "untraced"], "it has no trace: train with observe.trace_mb above 0"),
-        ([tmp_path / "nowhere"], "there is no such folder"),
-        ([unreadable], f"{unreadable / 'trace'} cannot be read (Not a directory)"),
-        ([run_dir, "--output", tmp_path], "it cannot be written (Is a directory)"),
-        ([run_dir, "--output", tmp_path / "no" / "where"], "it cannot be written (No such file or directory)"),
+        if text is not None:
+            (tmp_path / name / "trace").mkdir()
+            (tmp_path / name / "trace" / "main-1.jsonl").write_text(text)
+    (tmp_path / "unreadable" / "trace").write_text("not a folder")
+    output = tmp_path / "out.json"
+    output.write_text("before")
+    for name, to, text in (
+        ("untraced", output, "it has no trace: train with observe.trace_mb above 0"),
+        ("nowhere", output, "there is no such folder"),
+        ("unreadable", output, f"{tmp_path / 'unreadable' / 'trace'} cannot be read (Not a directory)"),
+        ("empty", output, "main-1.jsonl: copy the run's folder again"),
+        ("garbage", output, "main-1.jsonl (2 lines are not events): copy the run's folder again"),
+        (run_dir, tmp_path, "it cannot be written (Is a directory)"),
+        (run_dir, tmp_path / "no" / "where", "it cannot be written (No such file or directory)"),
     ):
-        done = invoke(*arguments)
+        done = invoke(tmp_path / name, "--output", to)
         assert (done.exit_code, text in done.stderr) == (2, True), done.stderr
+    assert output.read_text() == "before"
 
 
 def test_lines_that_are_not_events_are_counted_by_file(run_dir, tmp_path):
@@ -235,18 +242,6 @@ def test_lines_that_are_not_events_are_counted_by_file(run_dir, tmp_path):
     assert done.exit_code == 0 and "M" in kinds(done.stdout)
     assert "standard output: " in done.stderr
     assert f"warning: skipped 3 lines that are not events, in {garbage}" in done.stderr
-
-
-@pytest.mark.parametrize(("text", "count"), [("", ""), ("{\nno event\n", " (2 lines are not events)")])
-def test_a_trace_without_events_is_refused_and_the_output_is_unchanged(tmp_path, text, count):
-    (tmp_path / "config.yaml").write_text("{}\n")
-    (tmp_path / "trace").mkdir()
-    file, output = tmp_path / "trace" / "main-1.jsonl", tmp_path / "out.json"
-    file.write_text(text)
-    output.write_text("before")
-    done = invoke(tmp_path, "--output", output)
-    assert done.exit_code == 2 and f"there is no event in {file}{count}: copy the run's folder again" in done.stderr
-    assert output.read_text() == "before"
 
 
 def test_a_trace_that_cannot_be_read_is_not_reported_as_an_output_that_cannot_be_written(run_dir, monkeypatch):

@@ -70,11 +70,6 @@ def opened(path: Path, *, readonly: bool = False) -> Iterator[Journal]:
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "journal.sqlite"
-
-
-@pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A separate file system; skips where none may be mounted."""
     mount = tmp_path / "small"
@@ -84,12 +79,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("no file system can be mounted here")
     yield mount
     subprocess.run(["umount", "-l", str(mount)], check=True)
-
-
-@pytest.fixture
-def journal(path: Path) -> Iterator[Journal]:
-    with opened(path) as one:
-        yield one
 
 
 def sequences(journal: Journal) -> list[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import sqlite3
 import threading
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -24,7 +23,6 @@ from freewheel.queue.journal import (
     Reserved,
     Stored,
     Took,
-    is_temporary,
 )
 
 pytestmark = pytest.mark.timeout(60)
@@ -84,14 +82,6 @@ async def writer(journal: Scripted) -> AsyncIterator[JournalWriter]:
     yield one
     journal.go.set()
     await one.close()
-
-
-def test_lack_of_room_and_a_lock_are_temporary_and_damage_is_not():
-    locked = sqlite3.OperationalError("database is locked")
-    locked.sqlite_errorcode = sqlite3.SQLITE_BUSY
-    assert is_temporary(FULL) and is_temporary(locked)
-    for lasting in (JournalDamaged("garbled"), AssertionError(), OSError(5, "EIO")):
-        assert not is_temporary(lasting)
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------

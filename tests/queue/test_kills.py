@@ -28,15 +28,13 @@ from freewheel.queue.message_queue import MessageQueue
 from freewheel.queue.restore import restore
 from freewheel.queue.staleness import Bounds
 
-from .journals import ManualWriter, cut_power, light_block
+from .journals import LONG_S, ManualWriter, cut_power, light_block
 
 REPLICAS = st.sampled_from(["a", "b"])
 PREFETCH = 2
 """Batches that a trainer may hold: the one it trains on and the next."""
 KEEP_LAST = 2
 """Checkpoints."""
-LONG_S = 3600.0
-"""A wait that only the world ends."""
 TICKS = 4
 """Turns of the loop after each rule: enough for an answer that is ready."""
 ROUNDS = 150
@@ -395,7 +393,7 @@ class World:
             self.train()
             self.commit()
             self.disk()
-        assert self.has_ended, f"the run stands still: {self.queue.describe_wait()}, {self.trainer}, {self.calls}"
+        assert self.has_ended, f"the run makes no progress: {self.queue.describe_wait()}, {self.trainer}, {self.calls}"
         self.disk()  # nobody waits for the record of an abandoned prompt
         self.check_the_end()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -20,20 +22,22 @@ class Model:
         self.total = total
         self.ledger = Ledger(total=total)
         self.live: list[int] = []
+        self.again: list[int] = []
         self.attempts: dict[int, int] = {}
         self.ends: list[int] = []
 
     def issue(self) -> bool:
-        exhausted = self.ledger.exhausted
-        issued = self.ledger.issue()
-        assert (issued is None) == exhausted
-        if issued is not None:
-            ordinal, before = issued
-            assert ordinal not in self.ends and ordinal not in self.live
-            assert before == self.attempts.get(ordinal, 0)
-            self.attempts[ordinal] = before + 1
-            self.live.append(ordinal)
-        return issued is not None
+        """Prompts come in order, repeated ones first."""
+        begun = {*self.ends, *self.live}
+        first = min(self.again, default=next(one for one in itertools.count() if one not in begun))
+        is_over = self.total is not None and first >= self.total
+        assert self.ledger.exhausted == is_over
+        assert self.ledger.issue() == (None if is_over else (first, self.attempts.get(first, 0)))
+        if not is_over:
+            self.again = [one for one in self.again if one != first]
+            self.attempts[first] = self.attempts.get(first, 0) + 1
+            self.live.append(first)
+        return not is_over
 
     def end(self, what: str, choice: int) -> None:
         ordinal = self.live.pop(choice % len(self.live))
@@ -46,15 +50,14 @@ class Model:
             self.ledger.retry(ordinal, "stale")
         else:
             ended = not self.ledger.fail(ordinal, FAILURES[Kind(what)])
-        if ended:
-            self.ends.append(ordinal)
+        (self.ends if ended else self.again).append(ordinal)
 
     def resume(self) -> None:
         """Continue from a checkpoint: every prompt that had not ended is attempted again."""
         kept = msgspec.msgpack.decode(msgspec.msgpack.encode(self.ledger.frontier()), type=Frontier)
         self.ledger = Ledger(total=self.total, frontier=kept)
         assert self.ledger.frontier() == kept
-        self.live, self.attempts = [], {}
+        self.live, self.again, self.attempts = [], [], {}
 
     def play(self, what: str, choice: int) -> None:
         if what == "issue":
@@ -86,20 +89,6 @@ def test_every_prompt_ends_once_whatever_happens(total: int | None, events: list
     assert not missing
     assert len(set(model.ends)) == len(model.ends)
     assert total is None or sorted(model.ends) == list(range(total))
-
-
-def test_prompts_are_issued_in_order_and_repeated_ones_first() -> None:
-    ledger = Ledger(total=9, frontier=Frontier(low=3, ended=(6,), trained=4))
-    assert [ledger.issue() for _ in range(3)] == [(3, 0), (4, 0), (5, 0)]
-    ledger.retry(5, "stale")
-    ledger.retry(4, "stale")
-    assert [ledger.issue() for _ in range(3)] == [(4, 1), (5, 1), (7, 0)]
-    ledger.train([3, 4, 5])
-    assert ledger.frontier().low == 7
-    assert ledger.issue() == (8, 0) and ledger.exhausted
-    ledger.retry(8, "stale")
-    assert not ledger.exhausted
-    assert ledger.failures == {"stale": 3} and not ledger.abandoned, "no budget is spent"
 
 
 @pytest.mark.parametrize("kind", list(Kind))

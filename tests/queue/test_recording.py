@@ -5,87 +5,18 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from freewheel.data.group import Ticket
-from freewheel.queue.client import Taken
-from freewheel.queue.journal import CheckpointMark, Journal, JournalDamaged, JournalFull
+from freewheel.queue.journal import CheckpointMark, JournalDamaged, JournalFull
 from freewheel.queue.ledger import Frontier, data_failure, infra_failure
-from freewheel.queue.message_queue import SEQUENCES_RESERVED, MessageQueue
-from freewheel.queue.restore import restore
-from freewheel.queue.staleness import Bounds
+from freewheel.queue.message_queue import SEQUENCES_RESERVED
 
-from .journals import EVERY_TICKET, ManualWriter, block
+from .journals import EVERY_TICKET, LONG_S, NOW_S, Scene, attempts, block, ordinals
 
 pytestmark = pytest.mark.timeout(60)
-
-LONG_S = 3600.0
-NOW_S = 0.0
-BOUNDS = Bounds(groups_per_step=2, threshold=1, window=3, max_alive=1000, max_lag_allowed=10)
-
-
-class Scene:
-    """A queue with a journal whose disk works at `disk()`, and the queue's successors."""
-
-    def __init__(self, path: Path, bounds: Bounds, prompts: int | None) -> None:
-        self.bounds = bounds
-        self.prompts = prompts
-        self.journal = Journal(path)
-        self.restart(CheckpointMark())
-
-    def restart(
-        self, checkpoint: CheckpointMark | None = None, *, published: int | None = 0, **in_flight: list[Ticket]
-    ) -> MessageQueue:
-        """`published`: the version that the synchronizer reports then; None: nothing yet."""
-        restored = restore(self.journal, total=self.prompts, checkpoint=checkpoint, in_flight=in_flight)
-        self.writer: Any = ManualWriter(self.journal)
-        self.queue = MessageQueue(
-            bounds=self.bounds, total_prompts=self.prompts, journal=self.writer, restored=restored, retry_delay_s=0.0
-        )
-        if published is not None:
-            self.queue.policy.publish(published)
-        return self.queue
-
-    async def disk(self) -> None:
-        await asyncio.sleep(0)
-        self.writer.work()
-        for _ in range(3):
-            await asyncio.sleep(0)
-
-    async def done(self, call: Any) -> Any:
-        """Return the answer of a call while the disk works."""
-        task = asyncio.ensure_future(call)
-        for _ in range(10):
-            await self.disk()
-        assert task.done()
-        return task.result()
-
-    async def admit(self, want: int, replica: str = "a") -> list[Ticket]:
-        return (
-            await self.done(self.queue.admit(replica, want=want, load=0, wait_s=LONG_S, holding=EVERY_TICKET))
-        ).tickets
-
-    async def put(self, count: int, version: int = 0) -> list[Ticket]:
-        tickets = await self.admit(count)
-        assert await self.done(self.queue.put(block(tickets, version), wait_s=LONG_S))
-        return tickets
-
-    async def take(self, step: int) -> list[int]:
-        return ordinals(await self.done(self.queue.take(step, wait_s=LONG_S)))
-
-    async def commit(self, step: int) -> int:
-        return await self.done(self.queue.commit(step, wait_s=LONG_S))
-
-    async def train(self, *steps: int) -> None:
-        for step in steps:
-            await self.put(self.bounds.groups_per_step, self.queue.policy.version)
-            await self.take(step)
-            await self.queue.confirm_published(await self.commit(step))
-
 
 Build = Callable[..., Scene]
 
@@ -94,18 +25,13 @@ Build = Callable[..., Scene]
 def build(tmp_path: Path) -> Iterator[Build]:
     made: list[Scene] = []
 
-    def build_one(prompts: int | None = None, **bounds: Any) -> Scene:
-        made.append(Scene(tmp_path / "journal.sqlite", replace(BOUNDS, **bounds), prompts))
+    def build_one(**settings: Any) -> Scene:
+        made.append(Scene(tmp_path / "journal.sqlite", window=3, **settings))
         return made[-1]
 
     yield build_one
     for one in made:
         one.journal.close()
-
-
-def ordinals(taken: Taken) -> list[int]:
-    assert taken.state == "batch" and taken.groups is not None
-    return [one.ticket.ordinal for one in taken.groups]
 
 
 # -- before it is on disk ---------------------------------------------------------------------------------------------
@@ -143,24 +69,27 @@ async def test_a_group_is_ready_only_when_the_journal_has_it(build: Build) -> No
     assert (one.queue.total_produced, one.queue.dropped) == (2, {"late": 2})
 
 
-@pytest.mark.parametrize("end", ["fail", "abandon", "release"])
-async def test_a_group_that_is_being_written_cannot_fail_any_more(build: Build, end: str) -> None:
+@pytest.mark.parametrize("state", ["being written", "stored", "taken"])
+async def test_a_group_that_was_put_cannot_fail_any_more(build: Build, state: str) -> None:
     one = build()
     tickets = await one.admit(2)
     await one.queue.put(block(tickets), wait_s=NOW_S)
-    if end == "fail":
-        await one.queue.fail(tickets[0], infra_failure("timeout", ""))
-    elif end == "abandon":
-        await one.queue.abandon(tickets[0], "zero_variance")
-    else:
-        assert await one.queue.release_replica("a") == 0
+    if state != "being written":
+        await one.disk()
+    if state == "taken":
+        await one.take(1)
+    await one.queue.fail(tickets[0], infra_failure("timeout", "the answer was lost"))
+    await one.queue.abandon(tickets[1], "zero_variance")
+    assert await one.queue.release_replica("a") == 0
     await one.disk()
     assert await one.take(1) == [0, 1]
+    await one.commit(1)
+    assert one.queue.ledger.trained == 2
 
 
 async def test_a_step_is_given_out_and_trained_only_when_the_journal_has_it(build: Build) -> None:
     one = build()
-    await one.put(2)
+    await one.fill(2)
     assert (await one.queue.take(1, wait_s=NOW_S)).state == "starved"
     calls = [asyncio.ensure_future(one.queue.take(1, wait_s=LONG_S)) for _ in range(2)]
     await one.disk()
@@ -176,7 +105,7 @@ async def test_a_step_is_given_out_and_trained_only_when_the_journal_has_it(buil
 
 async def test_a_step_that_changes_while_it_is_written_is_given_out_as_it_is_on_disk(build: Build) -> None:
     one = build(threshold=2)
-    await one.put(3)
+    await one.fill(3)
     taking = asyncio.ensure_future(one.queue.take(1, wait_s=LONG_S))
     await asyncio.sleep(0)
     assert (await one.queue.replace_stale(1, [0], wait_s=NOW_S)).state == "starved"
@@ -199,10 +128,10 @@ async def test_a_version_that_ends_early_is_complete_only_when_the_journal_has_i
 
 
 async def test_a_caller_that_sees_a_write_done_also_sees_its_effects(build: Build) -> None:
-    """Its call may come at the moment at which the disk is done."""
+    """The call may arrive just as the write ends."""
     one = build(steps_per_version=2)
     await one.train(1)
-    await one.put(2)
+    await one.fill(2)
     await one.take(2)
     assert await one.queue.commit(2, wait_s=NOW_S) is None
     one.writer.work()
@@ -219,7 +148,7 @@ async def test_a_caller_that_sees_a_write_done_also_sees_its_effects(build: Buil
 async def test_a_restarted_trainer_gets_the_recorded_steps_and_then_the_groups_of_its_predecessor(build: Build) -> None:
     one = build()
     await one.train(1, 2)
-    await one.put(4, 2)
+    await one.fill(4, 2)
     for step in (3, 4):
         await one.take(step)
     await one.queue.begin(1)
@@ -238,13 +167,13 @@ async def test_a_recorded_step_keeps_its_version_and_its_groups(build: Build) ->
     for _ in range(2):
         assert [await one.queue.commit(step, wait_s=NOW_S) for step in (1, 2, 3)] == [0, 1, 1]
         await one.queue.give_back(1)
-        assert ordinals(await one.done(one.queue.replace_stale(1, [0], wait_s=LONG_S))) == [0, 1]
+        assert await one.replace(1, 0) == [0, 1]
         one.restart()
 
 
 async def test_a_trainer_that_starts_while_a_commit_is_being_written_gets_that_step_as_recorded(build: Build) -> None:
     one = build()
-    await one.put(2)
+    await one.fill(2)
     await one.take(1)
     assert await one.queue.commit(1, wait_s=NOW_S) is None
     await one.queue.begin(0)
@@ -253,7 +182,7 @@ async def test_a_trainer_that_starts_while_a_commit_is_being_written_gets_that_s
     assert one.queue.ledger.trained == 2
 
 
-async def test_a_trainer_waits_for_a_slow_journal_and_is_told_if_recorded_groups_are_gone(build: Build) -> None:
+async def test_a_trainer_waits_for_a_slow_journal_and_gets_an_error_if_recorded_groups_are_gone(build: Build) -> None:
     one = build()
     await one.train(1)
     for _ in range(2):
@@ -343,29 +272,6 @@ async def test_a_failed_compaction_is_logged_once_and_changes_nothing(
 # -- a successor, and calls that come twice ---------------------------------------------------------------------------
 
 
-async def test_the_successor_answers_a_put_whose_answer_was_lost(build: Build) -> None:
-    one = build()
-    tickets = await one.admit(2)
-    await one.queue.put(block(tickets[:1]), wait_s=NOW_S)
-    await one.disk()
-    await one.queue.put(block(tickets[1:]), wait_s=NOW_S)  # is not written
-    queue = one.restart(a=tickets)
-    assert (queue.policy.ready, queue.policy.open) == (1, 1)
-    assert await one.done(queue.put(block(tickets), wait_s=LONG_S)) is True
-    assert await one.take(1) == [0, 1]
-
-
-async def test_the_successor_issues_the_prompt_of_a_lost_ticket_again(build: Build) -> None:
-    one = build(prompts=2)
-    held, lost = await one.admit(2)
-    one.restart(a=[held])
-    (again,) = await one.admit(2)
-    assert again.ordinal == lost.ordinal
-    assert again.sequence >= SEQUENCES_RESERVED, "never a sequence that somebody may hold"
-    assert await one.done(one.queue.put(block([lost]), wait_s=LONG_S)) is True
-    assert one.queue.dropped == {"late": 1}
-
-
 @pytest.mark.parametrize("written", [False, True])
 async def test_a_failure_that_is_reported_again_to_the_successor_counts_once(build: Build, written: bool) -> None:
     one = build(prompts=1)
@@ -382,45 +288,32 @@ async def test_a_failure_that_is_reported_again_to_the_successor_counts_once(bui
     assert queue.ledger.abandoned == {"reward": 1}
 
 
-@pytest.mark.parametrize("written", [False, True])
-async def test_the_successor_answers_a_commit_whose_answer_was_lost(build: Build, written: bool) -> None:
-    one = build()
-    await one.put(2)
-    await one.take(1)
-    await one.queue.commit(1, wait_s=NOW_S)
-    if written:
-        await one.disk()
-    one.restart()
-    assert await one.commit(1) == 1
-    assert one.queue.ledger.trained == 2
-
-
 async def test_the_successor_replaces_stale_groups_once(build: Build) -> None:
     one = build(threshold=2)
-    await one.put(5)
+    await one.fill(5)
     await one.take(1)
     await one.queue.replace_stale(1, [0], wait_s=NOW_S)  # is not written
     for _ in range(2):
         one.restart()
-        assert ordinals(await one.done(one.queue.replace_stale(1, [0], wait_s=LONG_S))) == [1, 2]
+        assert await one.replace(1, 0) == [1, 2]
         assert one.queue.ledger.failures == {"stale": 1}
-    assert [(ticket.ordinal, ticket.attempt) for ticket in await one.admit(1)] == [(0, 1)]
+    assert attempts(await one.admit(1)) == [(0, 1)]
 
 
 async def test_the_successor_fills_a_step_that_lacked_groups(build: Build) -> None:
     one = build()
-    await one.put(2)
+    await one.fill(2)
     await one.take(1)
     await one.queue.replace_stale(1, [0], wait_s=NOW_S)
     await one.disk()
     assert (await one.restart().take(1, wait_s=NOW_S)).state == "starved"
-    await one.put(1)
+    await one.fill(1)
     assert await one.take(1) == [1, 0]
 
 
 async def test_the_successor_admits_only_what_the_published_version_allows(build: Build) -> None:
     one = build()
-    await one.put(4)
+    await one.fill(4)
     for step in (1, 2):
         await one.take(step)
         await one.commit(step)
@@ -436,11 +329,8 @@ async def test_the_successor_admits_only_what_the_published_version_allows(build
 async def test_the_successor_continues_the_counts(build: Build) -> None:
     one = build()
     await one.train(1)
-    await one.put(1)
+    await one.fill(1)
     before, after = await one.queue.stats(), await one.restart().stats()
     same = ("queue_size", "total_produced", "total_consumed", "memory_bytes", "step", "version", "last_commit_s")
     assert {name: after[name] for name in same} == {name: before[name] for name in same}
     assert after["last_commit_s"] > 0
-
-
-# -- the journal's own writer -----------------------------------------------------------------------------------------

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import pytest
 
@@ -16,18 +15,12 @@ from freewheel.queue.journal import (
     Failed,
     Journal,
     JournalDamaged,
+    Reserved,
     Stored,
     Took,
 )
 from freewheel.queue.ledger import BUDGETS, Frontier, Kind, infra_failure
 from freewheel.queue.restore import Restored, restore
-
-
-@pytest.fixture
-def journal(tmp_path: Path) -> Iterator[Journal]:
-    one = Journal(tmp_path / "journal.sqlite")
-    yield one
-    one.close()
 
 
 def ticket(ordinal: int, *, sequence: int | None = None, attempt: int = 0) -> Ticket:
@@ -105,6 +98,8 @@ def test_the_later_of_two_attempts_at_one_prompt_continues(journal: Journal) -> 
     found = again(journal, a=[ticket(1)], b=[ticket(1, sequence=9, attempt=1)])
     assert found.in_flight == {9: (ticket(1, sequence=9, attempt=1), "b")}
     assert found.policy.next_sequence == 10
+    journal.append([Reserved(1024)])
+    assert again(journal, a=[ticket(1)]).policy.next_sequence == 1024, "a sequence below may have been given out"
 
 
 def test_failed_attempts_still_count(journal: Journal) -> None:

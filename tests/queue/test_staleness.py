@@ -121,16 +121,6 @@ def test_the_bound_is_reached_and_not_passed(threshold: int, window: int, per_st
     assert lag == (limits.max_lag if threshold else 0)
 
 
-def test_the_oldest_group_is_waited_for_however_many_others_finish() -> None:
-    """A window over *finished* groups never fills up behind a straggler, and let one lag by 122 versions."""
-    run = Pipeline(bounds(threshold=1, window=5))
-    run.admit()
-    hold_up(run, run.open[0])
-    assert run.open == [0]
-    assert run.policy.trained == 4
-    run.run_fairly()
-
-
 def test_the_default_window_uses_up_what_the_configuration_allows() -> None:
     threshold, allowed, per_step = 3, 5, 32
     limits = bounds(threshold, (allowed - threshold) * per_step + 1, per_step)
@@ -157,12 +147,6 @@ def test_a_dropped_group_frees_its_slot_at_once_and_a_trained_one_when_its_versi
         run.policy.publish(version)
         rooms.append(run.policy.room)
     assert rooms == [0, 2, 2, 3] and run.policy.published == 3
-
-
-def test_a_run_does_not_start_more_groups_than_it_will_train_on() -> None:
-    run = Pipeline(bounds(threshold=3, total_groups=5))
-    run.admit_all()
-    assert len(run.open) == 5
 
 
 # -- selection --------------------------------------------------------------------------------------------------------
@@ -231,20 +215,6 @@ def test_only_the_last_step_is_short(total_groups: int | None, prompts: int | No
     assert run.short_steps == 1
 
 
-def test_a_version_is_complete_after_its_steps_or_at_the_end() -> None:
-    run = Pipeline(bounds(threshold=1, per_step=1, per_version=3))
-    versions = []
-    for _ in range(7):
-        run.admit()
-        run.finish(run.open[0])
-        run.take()
-        run.commit()
-        versions.append(run.policy.version)
-        run.publish()
-    assert versions == [0, 0, 1, 1, 1, 2, 2]
-    assert run.policy.complete_version() == run.policy.complete_version() == 3
-
-
 # -- after a restart --------------------------------------------------------------------------------------------------
 
 
@@ -276,14 +246,6 @@ def test_the_next_step_completes_a_version_that_had_more_steps_before(done: int)
     assert policy.room > 0, "there is room for the step that completes the version"
     assert policy.version_after_step == 5
     assert policy.commit([7]) and policy.version == 5
-
-
-def test_nothing_is_admitted_before_the_published_version_is_known() -> None:
-    state = PolicyState(version=4, published=None, next_sequence=9, held={1: 2, 3: 2, 4: 2})
-    policy = StalenessPolicy(bounds(threshold=2), state)
-    assert policy.room == 0
-    policy.publish(3)
-    assert (policy.room, policy.alive, policy.published) == (4, 2, 3)
 
 
 def test_sequences_that_a_restart_skips_count_in_the_window() -> None:

@@ -200,21 +200,6 @@ async def test_nothing_is_compared_without_a_checksum_and_an_engine_need_not_hav
     assert (replica.verified, mute.verified, one.sync.sync_failures) == ([False, True], [False, True], 0)
 
 
-async def test_the_newest_waiting_version_wins(scene: Build) -> None:
-    slow = asyncio.Event()
-    replica = FakeReplica(slow)
-    one = scene(replica)
-    await one.submit(1)
-    await one.until(lambda: replica.calls == [1])
-    for version in (2, 3, 4):
-        await one.submit(version)  # returns at once
-    slow.set()
-    await one.published(4)
-    assert replica.calls == [1, 4]
-    assert one.queue.events == [("published", 1), ("published", 4)]
-    assert one.sync.param_sync_count == 2
-
-
 async def test_with_drain_weights_wait_until_the_queue_is_settled(scene: Build) -> None:
     one = scene(FakeReplica(), drain=True)
     one.queue.settled_after = 3
@@ -242,7 +227,7 @@ async def test_with_drain_a_version_that_every_engine_waits_for_is_loaded_at_onc
 # -- weights in use ---------------------------------------------------------------------------------------------------
 
 
-async def test_the_trainer_learns_which_versions_may_still_be_read(scene: Build) -> None:
+async def test_the_newest_waiting_version_wins_and_the_trainer_learns_which_may_still_be_read(scene: Build) -> None:
     slow = asyncio.Event()
     replica = FakeReplica(None, slow)
     one = scene(replica)
@@ -254,6 +239,8 @@ async def test_the_trainer_learns_which_versions_may_still_be_read(scene: Build)
     assert await one.submit(4) == [1, 2, 4], "nobody reads a version that was replaced"
     slow.set()
     await one.published(4)
+    assert replica.calls == [1, 2, 4] and one.sync.param_sync_count == 3
+    assert one.queue.events == [("published", 1), ("published", 2), ("published", 4)]
     assert one.sync.in_use() == [4]
 
 
@@ -270,22 +257,19 @@ async def test_a_hanging_engine_keeps_its_versions_in_use_and_gets_no_more_until
     assert one.fenced == [] and hangs.calls == [1, 2, 3, 6]
 
 
-async def test_a_later_answer_ends_the_use_of_earlier_versions(scene: Build) -> None:
+async def test_a_later_answer_or_death_of_an_engine_ends_its_use_of_earlier_versions(scene: Build) -> None:
     """An engine takes versions in order: it no longer reads what it was handed before."""
-    late = FakeReplica(None, asyncio.Event(), OSError("busy"))
+    late = FakeReplica(None, asyncio.Event(), OSError("busy"), asyncio.Event(), asyncio.Event())
     one = scene(FakeReplica(), late, timeout_s=0.05, max_retries=0)
     await one.publish(1, 2)
     assert one.sync.in_use() == [2]
     await one.publish(3)
     assert late.calls == [1, 2, 3]
     assert one.sync.in_use() == [3]
-
-
-async def test_a_dead_engine_reads_nothing(scene: Build) -> None:
-    one = scene(FakeReplica(), FakeReplica(None, asyncio.Event()), timeout_s=0.05, max_retries=0)
-    await one.publish(1, 2, 3)
+    await one.publish(4, 5, 6)
+    assert one.sync.in_use() == [4, 5, 6]
     await one.sync.join("r1", FakeReplica())
-    assert one.sync.in_use() == [3]
+    assert one.sync.in_use() == [6]
 
 
 async def test_a_restarted_synchronizer_keeps_everything_in_use_until_every_engine_answered_or_died(

@@ -229,7 +229,7 @@ def _find_events(run: str, folder: Path, no_events: Counter[Path]) -> Iterator[E
     """Return the events of a run. A run without any is refused before a file is touched."""
     from freewheel.observe.lines import files_of
     from freewheel.observe.run_folder import TRACE
-    from freewheel.observe.trace import EXPLAINS
+    from freewheel.observe.trace import METADATA
 
     with _reading(run):
         found = [file.path for file in files_of(folder / TRACE)]
@@ -239,7 +239,7 @@ def _find_events(run: str, folder: Path, no_events: Counter[Path]) -> Iterator[E
     first: list[Event] = []
     for event in events:
         first.append(event)
-        if event["ph"] != EXPLAINS:
+        if event["ph"] != METADATA:
             return chain(first, events)
     what = f"there is no event in {_join_paths(found)}"
     if no_events:

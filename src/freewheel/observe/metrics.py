@@ -1,6 +1,6 @@
 """Names of metrics, values that can be recorded, sample ages, and alerts. Pure.
 
-`METRICS` lists every metric with unit and component. `docs/metrics.md` shows this table, a test compares them, and the
+`METRICS` lists every metric with unit and component. `docs/metrics.md` is generated from this table, and the
 Prometheus sink takes its help texts from it. Metrics of users' hooks need no entry.
 
 `plain` turns what a component or hook returns into plain values. Numbers of numpy and torch are recognised by their
@@ -214,8 +214,6 @@ def freshness(lags: Numbers, ages_s: Numbers, *, staleness_threshold: int) -> di
     without samples has no age metrics.
     """
     lag, age = np.asarray(lags, dtype=np.float64), np.asarray(ages_s, dtype=np.float64)
-    if lag.shape != age.shape:
-        raise ValueError(f"{lag.size} lags and {age.size} ages: each sample has one of both")
     if not lag.size:
         return {}
     return {
@@ -293,5 +291,5 @@ def _wrong(threshold: Any, value: float) -> str | None:
 
 
 def _bounds(threshold: Any) -> str:
-    said = [f"{side} {bound:g}" for side in ("above", "below") if (bound := getattr(threshold, side)) is not None]
-    return ", ".join(said)
+    sides = [f"{side} {bound:g}" for side in ("above", "below") if (bound := getattr(threshold, side)) is not None]
+    return ", ".join(sides)

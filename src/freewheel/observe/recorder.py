@@ -265,7 +265,10 @@ class PrometheusSink:
         self.port: int = self._server.server_port
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        found = {sanitised(name): (self._help.get(name.rpartition("/")[2], name), n) for name, n in named(kind, values)}
+        found = {
+            PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", name): (self._help.get(name.rpartition("/")[2], name), number)
+            for name, number in named(kind, values)
+        }
         if kind == "step":
             found[f"{PREFIX}step"] = ("last training step recorded", float(step))
         self._values = {**self._values, **found}  # replaced as a whole: a scrape may read it meanwhile
@@ -279,11 +282,6 @@ class PrometheusSink:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-
-
-def sanitised(name: str) -> str:
-    """Return `freewheel_actor_grad_norm` for `actor/grad-norm`."""
-    return PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", name)
 
 
 Kind = Literal["step", "eval", "statistics", "event", "pulse", "sync"]
@@ -327,7 +325,7 @@ class Recorder:
                 for level, text in self._alerts.check(found):
                     log.log(level, "Alert: %s", text)
             for sink in [] if kind in FILE_ONLY else list(self._sinks):
-                self._tell(sink, kind, step, found)
+                self._write_to(sink, kind, step, found)
 
     @property
     def alerts(self) -> list[str]:
@@ -360,7 +358,7 @@ class Recorder:
 
     # -- sinks --------------------------------------------------------------------------------------------------------
 
-    def _tell(self, sink: Sink, kind: Kind, step: int, values: Mapping[str, Any]) -> None:
+    def _write_to(self, sink: Sink, kind: Kind, step: int, values: Mapping[str, Any]) -> None:
         try:
             sink.write(kind, step, values)
             return

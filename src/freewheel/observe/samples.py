@@ -41,7 +41,7 @@ class Samples:
         self._gap_s = 1 / per_s
         self._clock = clock
         self._next_s = clock()
-        self._said = False
+        self._warned = False
 
     def offer(self, sample: Callable[[], Mapping[str, Any]]) -> None:
         """`sample` is built only if it is due. An exception in it is logged once; it must not cost a group."""
@@ -52,8 +52,8 @@ class Samples:
         try:
             self.lines.add(sample())
         except Exception as error:  # noqa: BLE001  # a tokenizer of a user's may raise anything
-            if not self._said:
-                self._said = True
+            if not self._warned:
+                self._warned = True
                 log.warning("Samples are not recorded: %s: %s. Training continues", type(error).__name__, error)
 
 
@@ -66,14 +66,14 @@ def segments(decode: Callable[[Any], str], tokens: Any, versions: Any) -> list[t
     runs = [(int(version), len(list(same))) for version, same in itertools.groupby(versions)]
     whole = decode(tokens)
     found: list[tuple[int, str]] = []
-    said = end = 0
+    done = end = 0
     for place, (version, count) in enumerate(runs):
         end += count
         upto = len(whole)
         if place < len(runs) - 1:
-            upto = max(said, _count_common(whole, decode(tokens[:end]).rstrip(HALF)))
-        found.append((version, whole[said:upto]))
-        said = upto
+            upto = max(done, _count_common(whole, decode(tokens[:end]).rstrip(HALF)))
+        found.append((version, whole[done:upto]))
+        done = upto
     return found
 
 

@@ -140,9 +140,9 @@ Event = dict[str, Any]
 
 FIRST = ("main", "trainer", "sync")
 """The order in which a viewer shows components; rollouters follow."""
-ASIDE = ("save", "load_weights")
+OVERLAPPING = ("save", "load_weights")
 """Spans that run next to others of their component. On one track a viewer would nest them."""
-EXPLAINS = "M"
+METADATA = "M"
 """The kind of an event that only names something."""
 
 
@@ -171,18 +171,18 @@ def merged(run_dir: str | os.PathLike[str], *, refused: Refused = lambda _: None
     """Yield one trace: names are numbered and explained by events, and pairs are complete."""
     numbers = {name: number for number, name in enumerate(components(run_dir), start=1)}
     for name, number in numbers.items():
-        yield _says("process_name", number, 0, {"name": name})
-        yield _says("process_sort_index", number, 0, {"sort_index": number})
+        yield _metadata("process_name", number, 0, {"name": name})
+        yield _metadata("process_sort_index", number, 0, {"sort_index": number})
     tracks: dict[tuple[int, str], int] = {}
     for event in _complete(read_trace(run_dir, refused=refused)):
         process = numbers.get(event["pid"])
         if process is None:  # a file that appeared meanwhile
             continue
-        beside = event["tid"] == MAIN and event["name"] in ASIDE
-        track = (process, str(event["name" if beside else "tid"]))
+        overlaps = event["tid"] == MAIN and event["name"] in OVERLAPPING
+        track = (process, str(event["name" if overlaps else "tid"]))
         if track not in tracks:
             tracks[track] = 1 + sum(of == process for of, _ in tracks)
-            yield _says("thread_name", process, tracks[track], {"name": track[1]})
+            yield _metadata("thread_name", process, tracks[track], {"name": track[1]})
         yield {**event, "pid": process, "tid": tracks[track]}
 
 
@@ -222,8 +222,8 @@ def _pair(begin: Event, end: Event) -> Iterator[Event]:
         yield {name: value for name, value in event.items() if name != "id"} | unique | more
 
 
-def _says(name: str, process: int, thread: int, args: Mapping[str, Any]) -> Event:
-    return {"ph": EXPLAINS, "name": name, "pid": process, "tid": thread, "args": dict(args)}
+def _metadata(name: str, process: int, thread: int, args: Mapping[str, Any]) -> Event:
+    return {"ph": METADATA, "name": name, "pid": process, "tid": thread, "args": dict(args)}
 
 
 _NEEDED: dict[str, dict[str, type | tuple[type, ...]]] = {

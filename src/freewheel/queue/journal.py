@@ -185,12 +185,10 @@ def is_temporary(error: Exception) -> bool:
 
 def set_aside(path: Path) -> Path:
     """Rename a journal that cannot be read, with its log, to make way for a new one. Returns the new path."""
-    for number in itertools.count(1):
-        target = path.with_name(f"{path.name}.damaged-{number}")
-        if not target.exists():
-            rename_database(path, target)
-            return target
-    raise AssertionError
+    targets = (path.with_name(f"{path.name}.damaged-{number}") for number in itertools.count(1))
+    target = next(one for one in targets if not one.exists())
+    rename_database(path, target)
+    return target
 
 
 # -- the file ---------------------------------------------------------------------------------------------------------

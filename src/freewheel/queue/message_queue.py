@@ -122,8 +122,7 @@ class MessageQueue:
             number: _OpenStep([ticket.sequence for ticket in step.tickets], step.missing)
             for number, step in start.taken.items()
         }
-        self._committing: dict[int, Written] = {}  # steps whose commit is being written: they do not change any more
-        self._completing: Written | None = None
+        self._committing: dict[int, Written] = {}  # steps whose commit, or end of a version, is being written
         # Committed steps, which a trainer that resumes from an earlier checkpoint trains again:
         self._base = start.base  # they start after this one
         self._versions = dict(start.versions)  # step → the version after it
@@ -267,9 +266,7 @@ class MessageQueue:
         self._wake()
 
     def _retry_or_abandon(self, ticket: Ticket, failure: Failure) -> None:
-        was_delayed = self._delayed.pop(ticket.ordinal, None) is not None
-        if was_delayed and self._closed:
-            return
+        self._delayed.pop(ticket.ordinal, None)
         if not self.ledger.fail(ticket.ordinal, failure):
             log.error("Prompt %d is abandoned (%s): %s", ticket.ordinal, failure.reason, failure.detail)
             self._write_abandoned(ticket, failure.reason)
@@ -460,7 +457,9 @@ class MessageQueue:
         """Return the result of a call, or None after `wait_s`. It then continues, and a repeated call waits for it."""
         task = self._calls.get((name, step))
         if task is None:
-            self._calls = {key: one for key, one in self._calls.items() if not one.done()}  # nobody came back for those
+            self._calls = {
+                key: one for key, one in self._calls.items() if not one.done()
+            }  # nobody asked again for these
             task = self._calls[name, step] = asyncio.ensure_future(call())
         await asyncio.wait([task], timeout=wait_s)
         if not task.done():
@@ -479,15 +478,16 @@ class MessageQueue:
     async def complete_version(self, *, wait_s: float) -> int | None:
         """The run ends in the middle of a version: make a version of the steps since the last one. Returns it, None if
         that is not durable yet."""
-        if self.policy.version_is_partial and self._completing is None:
-            event = Committed(self.step, self.policy.version + 1, self._last_commit_s)
-            self._completing = self._write(event, on_durable=partial(self._finish_version, event))
-        if not await wait_durable([self._completing], wait_s):
-            return None
-        return self.policy.version
+        step = self.step
+        if self.policy.version_is_partial and step not in self._committing:
+            event = Committed(step, self.policy.version + 1, self._last_commit_s)
+            written = self._write(event, on_durable=partial(self._finish_version, event))
+            if written is not None:
+                self._committing[step] = written
+        return self.policy.version if await wait_durable([self._committing.get(step)], wait_s) else None
 
     def _finish_version(self, event: Committed) -> None:
-        self._completing = None
+        self._committing.pop(event.step, None)
         self._versions[event.step] = self.policy.complete_version()
 
     async def wait_settled(self, *, wait_s: float) -> bool:

@@ -69,12 +69,11 @@ def restore(
     if checkpoint is None and steps.gap:
         raise JournalDamaged(f"{journal.path}: step {steps.gap} cannot be read, and a live trainer builds on it")
     prompts = _Prompts(journal, steps, replay(journal, step=steps.last, total=total), notes)
-    failures = prompts.read_failures()
+    prompts.read_failures()
     prompts.read_taken()
     ready = prompts.read_stored()
     open_now = prompts.find_open(in_flight or {})
     ledger = prompts.reopen()
-    ledger.failures.update(failures)
     policy = PolicyState(
         version=steps.version,
         published=None if checkpoint is None else checkpoint.version,
@@ -238,11 +237,10 @@ class _Prompts:
         self.given_up: set[int] = set()
         """Sequences of failed attempts."""
 
-    def read_failures(self) -> Counter[str]:
-        """Return all failures by reason. Abandon the prompts whose budget is spent."""
-        by_reason: Counter[str] = Counter()
+    def read_failures(self) -> None:
+        """Count all failures, and abandon the prompts whose budget is spent."""
         for failed in self.journal.failures():
-            by_reason[failed.reason] += 1
+            self.ledger.failures[failed.reason] += 1
             if not self.ledger.has_ended(failed.ticket.ordinal):
                 known = self._add_failure(failed.ticket)
                 if failed.kind is not None:
@@ -257,7 +255,6 @@ class _Prompts:
             self.ledger.abandon(ordinal, known.spent)
         now = time.time()
         self.journal.append([Abandoned(one, known.attempts - 1, known.spent, now) for one, known in spent.items()])
-        return by_reason
 
     def _add_failure(self, ticket: Ticket) -> _Failures:
         known = self.failures.setdefault(ticket.ordinal, _Failures())

@@ -65,7 +65,7 @@ class GroupBroken(RuntimeError):
 
 
 class Header(msgspec.Struct, frozen=True):
-    """What precedes the buckets."""
+    """Sent before the buckets: which version follows, and how it is laid out."""
 
     version: int
     checksum: int

@@ -95,29 +95,24 @@ class DeviceWeights(AnyWeights):
     entries: dict[str, Entry]
     checksum: int
     owner: Owner
-    make_handles: Callable[[], list[Handle]]
-    """Returns `handles`."""
+    handles: Callable[[], list[Handle]]
+    """Returns one per bucket. Made when another process first needs them."""
     buffers: Sequence[torch.Tensor] | None = None
     """One per bucket, in the owner's process."""
     travels_as: Callable[[DeviceWeights], Any] | None = None
     """Returns what is pickled instead of these weights."""
 
-    @property
-    def handles(self) -> list[Handle]:
-        """One per bucket."""
-        return self.make_handles()
-
     def __reduce__(self) -> Any:
         if self.travels_as is not None:
             return _itself, (self.travels_as(self),)
-        return _arrived, (self.entries, self.checksum, self.owner, self.handles)
+        return _arrived, (self.entries, self.checksum, self.owner, self.handles())
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return views of the buffers, valid while these weights are held. Raises `WeightsGone`."""
         if self.buffers is not None:
             return views(self.entries, self.buffers)
         with self.owner.watched():
-            return views(self.entries, [MAPPINGS.open(handle, self.owner) for handle in self.handles])
+            return views(self.entries, [MAPPINGS.open(handle, self.owner) for handle in self.handles()])
 
     def on_host(self) -> Weights:
         held = self.tensors()

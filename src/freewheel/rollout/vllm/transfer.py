@@ -68,7 +68,7 @@ def _number(infos: Iterable[Info]) -> list[Info]:
 
 def _by_handles(weights: DeviceWeights) -> list[Info]:
     owner = {"pid": weights.owner.pid, "started": weights.owner.started}
-    parts = zip(by_bucket(weights.entries), weights.handles, strict=True)
+    parts = zip(by_bucket(weights.entries), weights.handles(), strict=True)
     return [_contents(part) | {"handle": handle, "owner": owner} for part, handle in parts]
 
 
