@@ -1,4 +1,4 @@
-"""Small whole runs under Ray: they record all metrics, survive deaths, stop on signals, clean up and resume."""
+"""Small whole runs under Ray: they record all metrics, survive deaths and clean up."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,7 @@ import pytest
 
 from freewheel.observe.lines import files_of
 from freewheel.observe.recorder import read_metrics
-from freewheel.observe.run_folder import JOURNAL, TRACE, saved_steps
+from freewheel.observe.run_folder import JOURNAL, TRACE
 from freewheel.observe.samples import read_samples
 from freewheel.queue.audit import audit
 from freewheel.queue.journal import Journal
@@ -26,15 +23,13 @@ from freewheel.runtime.account import RunResult
 from freewheel.runtime.main import FullyAsyncMain
 from freewheel.trainer.checkpoint import CheckpointStore, RunLock
 
-from ..ray_runs import WAIT_S, count_steps, local_ray, processes, running, wait_until
+from ..ray_runs import WAIT_S, count_steps, processes, running, wait_until
 from .pipeline import journal_of, plan_of, small_config
 from .standins import View
 from .traces import Trace, check_lives
 
-pytestmark = pytest.mark.timeout(400)  # a busy machine is ten times slower
+pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.timeout(400)]  # a busy machine is ten times slower
 
-HERE = Path(__file__).parent
-ROOT = HERE.parent.parent
 TELLING = "user_code:TellingTrainer"
 RAY_GOES_S = 30.0
 """Longest time for Ray's own processes to end after its shutdown."""
@@ -46,14 +41,6 @@ SPEC = {
     "sync": ["sync_failures", "last_sync_s", "mean_sync_s"],
 }
 FRESHNESS = ["avg_sample_age", "max_sample_age", "stale_samples_ratio"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    """One Ray for the runs of this module. `user_code` is importable, as for a user who starts a run in its folder."""
-    with pytest.MonkeyPatch.context() as patch, local_ray(HERE):
-        patch.syspath_prepend(str(HERE))
-        yield
 
 
 def main_of(run_dir: Path, *, view: Any = None, **sections: Any) -> FullyAsyncMain:
@@ -334,43 +321,3 @@ def check_that_the_newest_checkpoint_lies_in_shards(folder: Path, world: int) ->
     assert (latest / "model.safetensors").is_file()
     modes = {oct(path.stat().st_mode & 0o777) for path in latest.rglob("*")}
     assert modes == {"0o600", "0o700"}, "others may not look into it"
-
-
-# -- signals ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_run_that_gets_sigterm_saves_and_ends_ray(tmp_path: Path) -> None:
-    """The whole process group gets it, as from `timeout` and service managers. tests/test_api.py has Ctrl-C, and
-    tests/chaos resumes."""
-    run_dir, output = tmp_path / "run", tmp_path / "output"
-    settings = [
-        *("trainer.total_steps=100000", "trainer.groups_per_step=4", "trainer.save_every_steps=null", "rollout.n=4"),
-        *(f"trainer.trainer_class={TELLING}", "reward.function=user_code:slow_score", "eval.prompts=0"),
-    ]
-    with output.open("w") as stream:
-        program = subprocess.Popen(
-            [sys.executable, str(ROOT / "fully_async_main.py"), "--plain", f"run_dir={run_dir}", *settings],
-            cwd=HERE,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    family: list[psutil.Process] = []
-    try:
-        wait_until(lambda: count_steps(run_dir) >= 2 or program.poll() is not None)
-        assert program.poll() is None, output.read_text()
-        family = psutil.Process(program.pid).children(recursive=True)
-        os.killpg(program.pid, signal.SIGTERM)
-        assert program.wait(WAIT_S) == 130
-        gone, alive = psutil.wait_procs(family, timeout=RAY_GOES_S)
-        assert len(gone) >= 4 and alive == [], "Ray's own processes and the actors"
-    finally:
-        for process in [*family, program]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        program.wait(WAIT_S)
-    said = output.read_text()
-    assert f"freewheel train resume={run_dir}" in said and "Stopped at step" in said and "Traceback" not in said
-    assert max(saved_steps(run_dir)) == count_steps(run_dir), "Ray was not among the processes that got it"

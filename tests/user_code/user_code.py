@@ -1,6 +1,6 @@
-"""A user's code that a configuration names: classes, a reward function and a monitor.
+"""Code of a user that a configuration names: classes, reward functions and a monitor.
 
-Also imported by the processes of a run, by this file's name; so it imports nothing of the tests.
+The processes of a run import it by this file's name, so it imports nothing of the tests.
 """
 
 from __future__ import annotations
@@ -38,6 +38,12 @@ async def slow_score(response: str, row: Mapping[str, Any], *, finish: str) -> A
     """Scores slowly, so that steps take long enough to be interrupted."""
     await asyncio.sleep(0.05)
     return TASK.score(response, row, finish=finish)  # type: ignore[arg-type]
+
+
+async def even(response: str, row: Mapping[str, Any]) -> float:
+    """A reward that a model with random weights gets now and then, as slow as `slow_score`."""
+    await asyncio.sleep(0.05)
+    return float(len(response) % 2 == 0)
 
 
 def monitor(trainer_stats: Mapping[str, Any], rollouter_stats: Mapping[str, Any]) -> None:
