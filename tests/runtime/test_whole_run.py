@@ -213,13 +213,16 @@ def test_a_whole_run_trains_records_and_cleans_up(tmp_path: Path) -> None:
 # -- what goes wrong --------------------------------------------------------------------------------------------------
 
 
-STEPS = 24
+STEPS = 18
 """Steps of a run with failures: enough for all of them to happen before its end."""
 PROMPTS = list(range(4 * STEPS))
 SILENT_S = 8.0
 ROUNDS = (
-    (("queue", signal.SIGKILL, "queue"), ("rollouter-0", signal.SIGKILL, "rollouter-0")),
-    (("rank-1", signal.SIGKILL, "rank-1"),),
+    (
+        ("queue", signal.SIGKILL, "queue"),
+        ("rollouter-0", signal.SIGKILL, "rollouter-0"),
+        ("rank-1", signal.SIGKILL, "rank-1"),
+    ),
     (("trainer", signal.SIGKILL, "rank-1"), ("rollouter-0", signal.SIGSTOP, "rollouter-0")),
     (("rank-1", signal.SIGSTOP, "rank-1"),),
 )
