@@ -18,6 +18,9 @@ from freewheel.trainer.trainer import FullyAsyncTrainer
 
 MONITORED = "FREEWHEEL_TEST_MONITORED"
 """Environment variable with the file that `monitor` appends to."""
+WITNESS = "FREEWHEEL_CHAOS_WITNESS"
+"""Environment variable with the file that `WitnessTrainer` appends to."""
+SCORE_S = 0.05
 
 
 class TellingTrainer(FullyAsyncTrainer):
@@ -27,6 +30,31 @@ class TellingTrainer(FullyAsyncTrainer):
         return {"ordinals": sorted({int(uid) for uid in batch.non_tensor_batch["uid"]})}
 
 
+class WitnessTrainer(FullyAsyncTrainer):
+    """Appends a line to the witness's file after each update: the step, its prompts, its largest lag, its mean reward.
+
+    Only the process that trains writes the file, so queue, journal and coordinator cannot change what it says.
+    """
+
+    def _compute_custom_metrics(self, batch: Any) -> dict[str, float]:
+        made = batch.batch["response_mask"].bool()
+        oldest = int(batch.batch["versions"][made].min())
+        scored = batch.batch["reward_mask"].bool()
+        values = batch.batch["token_level_scores"].sum(dim=1)[scored]
+        line = {
+            "step": self.global_steps + 1,
+            "ordinals": sorted({int(uid) for uid in batch.non_tensor_batch["uid"]}),
+            "lag": self.current_param_version - oldest,
+            "reward": float(values.mean()) if len(values) else None,
+        }
+        file = os.open(os.environ[WITNESS], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            os.write(file, json.dumps(line).encode() + b"\n")  # one write: a kill leaves it whole or not there
+        finally:
+            os.close(file)
+        return {}
+
+
 class MarkingRollouter(Rollouter):
     """Marks its statistics."""
 
@@ -34,15 +62,19 @@ class MarkingRollouter(Rollouter):
         return {**super().stats(), "marks": 1}
 
 
-async def slow_score(response: str, row: Mapping[str, Any], *, finish: str) -> Any:
-    """Scores slowly, so that steps take long enough to be interrupted."""
-    await asyncio.sleep(0.05)
+def score(response: str, row: Mapping[str, Any], *, finish: str) -> Any:
     return TASK.score(response, row, finish=finish)  # type: ignore[arg-type]
+
+
+async def slow_score(response: str, row: Mapping[str, Any], *, finish: str) -> Any:
+    """Scores slowly: steps can be interrupted, and a kill always hits some response in scoring."""
+    await asyncio.sleep(SCORE_S)
+    return score(response, row, finish=finish)
 
 
 async def even(response: str, row: Mapping[str, Any]) -> float:
     """A reward that a model with random weights gets now and then, as slow as `slow_score`."""
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(SCORE_S)
     return float(len(response) % 2 == 0)
 
 
