@@ -344,7 +344,7 @@ def test_the_files_of_a_run_move_with_its_folder(drive: Drive, elsewhere: Path):
     moved = (elsewhere / "before").rename(elsewhere / "after")
     assert load_run(moved).data.train == str(moved / "data/train.jsonl")
     fw.Run(moved).resume(show="off")
-    assert drive.requests[-1].changed == []
+    assert (drive.requests[-1].changed, drive.config.run_dir) == ([], str(moved))
 
 
 def test_metrics_have_one_row_per_step_with_its_evaluation(elsewhere: Path, monkeypatch: pytest.MonkeyPatch):

@@ -307,5 +307,5 @@ def test_a_compacted_group_keeps_step_version_and_time_and_tokens_need_no_tokeni
     assert str(PROMPT) in freewheel(tmp_path, "--group", 3).stdout, "token ids, without a tokenizer"
 
 
-def test_what_a_model_said_cannot_rewrite_the_terminal():
+def test_a_models_text_cannot_control_the_terminal():
     assert shown("a\x1b[2J\r\x07b\n\u202ec") == "a\\x1b[2J\\r\\x07b\n\\u202ec"

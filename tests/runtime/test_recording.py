@@ -1,4 +1,4 @@
-"""What a run in one process writes down beside its work: its trace, its samples, and nothing that is in its way."""
+"""The trace and the samples of a run in one process. Recording never changes the run, also where it fails."""
 
 from __future__ import annotations
 

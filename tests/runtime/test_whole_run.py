@@ -63,7 +63,6 @@ class Run:
         self.view = View()
         self.monitored = folder / "monitored"
         os.environ["FREEWHEEL_TEST_MONITORED"] = str(self.monitored)
-        before = actor_processes()
         self.result: RunResult = main_of(
             folder,
             view=self.view,
@@ -74,28 +73,13 @@ class Run:
             observe={"custom_monitor": "user_code:monitor", "statistics_every_s": 0.5},
         ).run()
         del os.environ["FREEWHEEL_TEST_MONITORED"]
-        self.left = actor_processes() - before
 
 
-def actor_processes() -> set[int]:
-    """Return the actor processes of this process's Ray."""
-    found = set()
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            title = " ".join(process.cmdline())
-            if title.startswith("ray::") and "Actor" in title:
-                found.add(process.pid)
-    return found
-
-
-def check_that_a_run_finishes_all_its_steps_with_every_prompt_once(run: Run) -> None:
+def check_steps_metrics_and_evaluations(run: Run) -> None:
     assert run.result.error is None
     assert (run.result.outcome, run.result.exit_code, run.result.steps) == ("finished", 0, 6)
     assert [row["step"] for row in read_metrics(run.folder, "step")] == [1, 2, 3, 4, 5, 6]
     assert sorted(trained_ordinals(run.folder)) == list(range(24))
-
-
-def check_that_the_metrics_have_every_name_that_was_promised(run: Run) -> None:
     for row in read_metrics(run.folder, "step"):
         assert {*SPEC["trainer"], *FRESHNESS} <= row.keys()
         assert row["max_sample_age"] <= 5
@@ -108,25 +92,30 @@ def check_that_the_metrics_have_every_name_that_was_promised(run: Run) -> None:
     assert last["queue"]["total_consumed"] == 24
     assert last["rollouter"]["total_generated_samples"] == 24 * 4  # of both replicas
     assert last["sync"]["sync_failures"] == 0
+    rows = read_metrics(run.folder, "eval")
+    assert {0, 6} <= {row["step"] for row in rows}
+    assert all(row["eval/prompts"] == 8 for row in rows)
+    assert any("Held-out reward" in line for line in run.result.summary)
+    told = [json.loads(line) for line in run.monitored.read_text().splitlines()]
+    assert (told[-1], last["rollouter"]["marks"]) == ([6, 2], 2), "the user's monitor and rollouters"
 
 
-def check_that_the_log_has_what_people_grep_for(run: Run) -> None:
+def check_log_view_and_summary(run: Run) -> None:
     text = (run.folder / "fully_async_training.log").read_text()
     (*_, statistics) = [line for line in text.splitlines() if "Component Statistics |" in line]
     assert all(f"{component}:" in statistics for component in SPEC)
     assert "Parameter sync: version 6 on 2 of 2 engines" in text
     assert " ERROR " not in text
     assert {"[main]", "[trainer]", "[sync]"} <= {word for line in text.splitlines() for word in line.split()[3:4]}
+    assert run.view.snapshots
+    last = run.view.snapshots[-1]
+    assert (last.step, last.total_steps, last.published_version) == (6, 6, 6)
+    assert last.waits.keys() >= {"trainer", "rollouter-0", "rollouter-1"}
+    assert "Finished at step 6 of 6" in run.view.end
+    assert any(str(run.folder) in text for text in run.view.said)
 
 
-def check_that_held_out_prompts_are_measured_at_the_start_between_and_at_the_end(run: Run) -> None:
-    rows = read_metrics(run.folder, "eval")
-    assert {0, 6} <= {row["step"] for row in rows}
-    assert all(row["eval/prompts"] == 8 for row in rows)
-    assert any("Held-out reward" in line for line in run.result.summary)
-
-
-def check_that_the_export_and_every_checkpoint_open(run: Run) -> None:
+def check_export_and_checkpoints(run: Run) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     store = CheckpointStore(run.folder, keep_last=2)
@@ -141,22 +130,7 @@ def check_that_the_export_and_every_checkpoint_open(run: Run) -> None:
     assert (run.folder / "best" / "model.safetensors").is_file()
 
 
-def check_that_the_classes_and_the_monitor_that_were_named_are_used(run: Run) -> None:
-    told = [json.loads(line) for line in run.monitored.read_text().splitlines()]
-    assert told[-1] == [6, 2]  # all steps, and one mark per replica
-    assert read_metrics(run.folder, "statistics")[-1]["rollouter"]["marks"] == 2
-
-
-def check_that_the_view_is_kept_up_to_date_and_told_the_end(run: Run) -> None:
-    assert run.view.snapshots
-    last = run.view.snapshots[-1]
-    assert (last.step, last.total_steps, last.published_version) == (6, 6, 6)
-    assert last.waits.keys() >= {"trainer", "rollouter-0", "rollouter-1"}
-    assert "Finished at step 6 of 6" in run.view.end
-    assert any(str(run.folder) in text for text in run.view.said)
-
-
-def check_that_the_trace_tells_the_life_of_every_group(run: Run) -> None:
+def check_traces_and_records_for_programs(run: Run) -> None:
     trace = Trace.of(run.folder)
     assert set(trace.components.values()) == {"main", "trainer", "sync", "rollouter-0", "rollouter-1"}
     check_lives(trace, range(24), n=4)
@@ -167,9 +141,6 @@ def check_that_the_trace_tells_the_life_of_every_group(run: Run) -> None:
     assert {"sync", "load"} == trace.spans("sync")
     assert {"generate", "load_weights"} <= trace.spans("rollouter-0") & trace.spans("rollouter-1")
     assert {"groups", "tokens_per_s"} <= {event["name"] for event in trace.events if event["ph"] == "C"}
-
-
-def check_that_pulse_syncs_samples_and_records_are_there_for_programs(run: Run) -> None:
     pulses = read_metrics(run.folder, "pulse")
     assert pulses and pulses[-1]["waits"].keys() >= {"trainer", "rollouter-0", "rollouter-1"}
     assert pulses[-1]["published_version"] <= pulses[-1]["version"] <= 6
@@ -188,8 +159,10 @@ def check_that_pulse_syncs_samples_and_records_are_there_for_programs(run: Run) 
     assert [record["step"] for record in records if record["message"].startswith("Saved")] == [2, 4, 6]
 
 
-def check_that_a_run_leaves_no_actor_and_no_lock_behind(run: Run) -> None:
-    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in run.left), RAY_GOES_S)
+def check_nothing_is_left_behind(run: Run) -> None:
+    started = processes(run.folder)
+    assert len(started) == 5
+    wait_until(lambda: not any(map(is_alive, started)), RAY_GOES_S)
     with RunLock(run.folder):
         pass
     assert not list(run.folder.rglob(".tmp-*"))
@@ -198,16 +171,11 @@ def check_that_a_run_leaves_no_actor_and_no_lock_behind(run: Run) -> None:
 def test_a_whole_run_trains_records_and_cleans_up(tmp_path: Path) -> None:
     """One test of one run: separate tests would repeat the run in each worker."""
     run = Run(tmp_path)
-    check_that_a_run_finishes_all_its_steps_with_every_prompt_once(run)
-    check_that_the_metrics_have_every_name_that_was_promised(run)
-    check_that_the_log_has_what_people_grep_for(run)
-    check_that_held_out_prompts_are_measured_at_the_start_between_and_at_the_end(run)
-    check_that_the_export_and_every_checkpoint_open(run)
-    check_that_the_classes_and_the_monitor_that_were_named_are_used(run)
-    check_that_the_view_is_kept_up_to_date_and_told_the_end(run)
-    check_that_the_trace_tells_the_life_of_every_group(run)
-    check_that_pulse_syncs_samples_and_records_are_there_for_programs(run)
-    check_that_a_run_leaves_no_actor_and_no_lock_behind(run)
+    check_steps_metrics_and_evaluations(run)
+    check_log_view_and_summary(run)
+    check_export_and_checkpoints(run)
+    check_traces_and_records_for_programs(run)
+    check_nothing_is_left_behind(run)
 
 
 # -- what goes wrong --------------------------------------------------------------------------------------------------
