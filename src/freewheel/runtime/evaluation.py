@@ -25,8 +25,7 @@ from freewheel.runtime.model_size import model_folder
 from freewheel.runtime.placement import MOST_SLOTS, Machine
 from freewheel.runtime.plan import resolve
 from freewheel.runtime.start import load_run
-from freewheel.trainer.checkpoint import HF_CONFIG as MODEL_CONFIG
-from freewheel.trainer.checkpoint import CheckpointStore
+from freewheel.trainer.checkpoint import HF_CONFIG, CheckpointStore
 
 log = logging.getLogger("freewheel.runtime")
 
@@ -53,13 +52,13 @@ def find_target(name: str) -> Target:
         raise ConfigError(
             "RUN_OR_MODEL", name, "there is no such folder: give a run, a HF folder, a hub id or embedded"
         )
-    if (folder / MODEL_CONFIG).is_file():
+    if (folder / HF_CONFIG).is_file():
         run = next((up for up in list(folder.absolute().parents)[:_LEVELS_UP] if (up / CONFIG).is_file()), None)
         return Target(path=str(folder), run=load_run(run) if run else None)
     if not (folder / CONFIG).is_file():
-        raise ConfigError("RUN_OR_MODEL", name, f"it has neither {MODEL_CONFIG} of a model nor {CONFIG} of a run")
+        raise ConfigError("RUN_OR_MODEL", name, f"it has neither {HF_CONFIG} of a model nor {CONFIG} of a run")
     found = CheckpointStore(folder, keep_last=1).newest() or folder / BEST
-    if not (found / MODEL_CONFIG).is_file():
+    if not (found / HF_CONFIG).is_file():
         raise ConfigError("RUN_OR_MODEL", name, "this run has saved no weights yet")
     return Target(path=str(found), run=load_run(folder))
 
