@@ -370,6 +370,7 @@ def test_metrics_have_one_row_per_step_with_its_evaluation(elsewhere: Path, monk
 # -- examples ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timeout(400)
 async def test_the_quickstart_notebook_learns_and_its_saved_outputs_belong_to_its_cells(cluster: None):
     """Its cells run inside an event loop, as in Jupyter."""
     names: dict[str, Any] = {"__name__": "__main__"}

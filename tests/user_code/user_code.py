@@ -79,5 +79,6 @@ async def even(response: str, row: Mapping[str, Any]) -> float:
 
 
 def monitor(trainer_stats: Mapping[str, Any], rollouter_stats: Mapping[str, Any]) -> None:
+    """Statistics are empty if the component did not answer in time."""
     with Path(os.environ[MONITORED]).open("a") as file:
-        file.write(json.dumps([dict(trainer_stats)["global_steps"], dict(rollouter_stats)["marks"]]) + "\n")
+        file.write(json.dumps([trainer_stats.get("global_steps"), rollouter_stats.get("marks")]) + "\n")
