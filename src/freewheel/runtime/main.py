@@ -401,7 +401,8 @@ class FullyAsyncMain:
             log.exception("custom_monitor failed")
 
     def custom_monitor(self, trainer_stats: Mapping[str, Any], rollouter_stats: Mapping[str, Any]) -> None:
-        """Hook, called with each `Component Statistics`. Calls the function named by `observe.custom_monitor`."""
+        """Hook, called with each `Component Statistics`, empty for a component that did not answer in time. Calls the
+        function named by `observe.custom_monitor`."""
         if self._monitor is not None:
             self._monitor(trainer_stats, rollouter_stats)
 
