@@ -41,9 +41,10 @@ from freewheel.observe.run_folder import TRACE
 from freewheel.observe.trace import Tracer
 from freewheel.queue.message_queue import MessageQueue
 from freewheel.queue.staleness import Bounds
-from freewheel.runtime.building import RolloutSide, end_recording, model_folder, start_recording
+from freewheel.runtime.building import RolloutSide, end_recording, start_recording
 from freewheel.runtime.config import ObserveConfig
 from freewheel.runtime.config_files import compose
+from freewheel.runtime.model_size import model_folder
 from freewheel.runtime.placement import Machine
 from freewheel.runtime.plan import resolve
 

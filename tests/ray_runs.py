@@ -1,16 +1,12 @@
-"""Shared by tests of whole runs under Ray: a local Ray, waiting for an event, and the processes of a run."""
+"""Shared by tests of whole runs under Ray: running in a thread, waiting for an event, and the processes of a run."""
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-import ray
 
 from freewheel.observe.recorder import read_metrics
 from freewheel.runtime.account import RunResult
@@ -18,26 +14,6 @@ from freewheel.runtime.main import FullyAsyncMain
 
 WAIT_S = 120.0
 """Longest wait for an event: a busy machine is ten times slower."""
-
-
-@contextmanager
-def local_ray(*folders: Path) -> Iterator[None]:
-    """Start one Ray for several runs, because its start takes longer than a small run. Its processes find modules of
-    `folders`."""
-    paths = [*filter(None, sys.path), *map(str, folders)]
-    ray.init(
-        address="local",
-        num_cpus=8,
-        include_dashboard=False,
-        log_to_driver=False,
-        configure_logging=False,
-        object_store_memory=128 << 20,
-        runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}},
-    )
-    try:
-        yield
-    finally:
-        ray.shutdown()
 
 
 def wait_until(holds: Callable[[], bool], wait_s: float = WAIT_S) -> None:

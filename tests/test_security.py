@@ -228,7 +228,11 @@ def test_a_key_in_the_settings_is_refused_and_not_shown(judge: dict[str, Any]):
 
 
 @pytest.mark.parametrize(
-    "given", ["reward.judge={{api_key: {}}}", "reward.judge={{api_key: {}", "reward.judge.api_key={}"]
+    "given",
+    [
+        *("reward.judge={{api_key: {}}}", "reward.judge={{api_key: {}"),
+        *("reward.judge.api_key={}", "reward.judge.api_key=[{}", "api_key={}"),
+    ],
 )
 def test_an_override_with_a_key_is_refused_and_not_shown(given: str):
     with pytest.raises(ConfigError) as caught:

@@ -269,8 +269,8 @@ class Run:
         return self
 
     def wait(self, timeout_s: float | None = None) -> Run:
-        """Wait for a run in the background and return it. Raises what `train` would. After `timeout_s` a run that still
-        goes is returned as it is."""
+        """Wait for a run in the background and return it. Raises what `train` would. A run that has not ended
+        after `timeout_s` is returned as it is."""
         if self._live is not None and futures.wait([self._live.end], timeout_s).done:
             self._live.end.result()  # raises what kept the run from starting
             if self.status == "failed":
@@ -401,7 +401,7 @@ def _has_loop() -> bool:
 
 @contextmanager
 def _signal_handlers_kept() -> Iterator[None]:
-    """A run replaces the handlers of Ctrl-C and SIGTERM, and so does Ray: the program's own are put back."""
+    """Restore the program's handlers of Ctrl-C and SIGTERM afterwards: a run replaces them, and so does Ray."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -415,7 +415,7 @@ def _signal_handlers_kept() -> Iterator[None]:
 
 
 def _read_config(config: Any, objects: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Where `compose` begins, and the settings that go over it."""
+    """Return the arguments of `compose` that name the base, and the settings that override it."""
     from freewheel.runtime.config import TrainConfig
     from freewheel.runtime.config_files import configs
 
@@ -432,7 +432,7 @@ def _read_config(config: Any, objects: dict[str, Any]) -> tuple[dict[str, Any], 
 
 
 def _plain_settings(config: Settings, objects: dict[str, Any], path: str = "") -> dict[str, Any]:
-    """The settings with a name in place of each object."""
+    """Return the settings with a name in place of each object."""
     found: dict[str, Any] = {}
     for key, value in config.items():
         full = f"{path}.{key}".removeprefix(".")
@@ -448,7 +448,7 @@ def _plain_settings(config: Settings, objects: dict[str, Any], path: str = "") -
 def _named_inputs(
     model: Any, tokenizer: Any, data: Any, eval_data: Any, reward: Any, files: _OwnFiles, objects: dict[str, Any]
 ) -> dict[str, Any]:
-    """The settings that name the inputs. What has no name becomes a file or stays in memory."""
+    """Return the settings that name the inputs. Rows and models become files; a function stays in memory."""
     settings: dict[str, Any] = {}
     if model is not None and not isinstance(model, str | os.PathLike) and tokenizer is None:
         raise ConfigError("tokenizer", None, "a model object has no tokenizer with it: give tokenizer= as well")

@@ -32,8 +32,6 @@ class Trained:
     ordinals: tuple[int, ...]
     lag: int
     reward: float | None
-    process: int
-    wall_s: float
 
     @classmethod
     def read(cls, line: bytes) -> Trained:

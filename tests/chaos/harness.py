@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -48,8 +47,8 @@ WHOLE = ("tree", "driver", "raylet")
 SMALL: dict[str, Any] = {
     "trainer.total_steps": 40,
     "trainer.save_every_steps": 4,
-    "trainer.trainer_class": "witness:WitnessTrainer",
-    "reward.function": "witness:slow_score",
+    "trainer.trainer_class": "user_code:WitnessTrainer",
+    "reward.function": "user_code:slow_score",
     "eval.prompts": 0,
     "eval.at_start": "false",
     "recovery.max_restarts": 100,
@@ -74,15 +73,6 @@ class Stuck(Exception):
 
 class Finished(Exception):
     """The run ended before the awaited event."""
-
-
-@dataclass(frozen=True)
-class Process:
-    """A component's process: `role` as the run names it, started at `since_s` on the wall clock."""
-
-    role: str
-    pid: int
-    since_s: float
 
 
 class Family:
@@ -141,13 +131,7 @@ class Disturbed:
     """A run that is started, disturbed, resumed and audited."""
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        scenario: str,
-        seed: int,
-        settings: Mapping[str, Any],
-        prompts: int | None = None,
+        self, folder: Path, *, scenario: str, seed: int, settings: Mapping[str, Any], prompts: int | None = None
     ) -> None:
         """`settings`: changes to `SMALL`. `prompts`: their number, if they run out before the last step. `run_dir`,
         `settings` and `env` may be changed until the start."""
@@ -191,7 +175,7 @@ class Disturbed:
         with self.output.open("a") as output:
             self._program = subprocess.Popen(
                 [sys.executable, "-m", "freewheel", "train", "--plain", *where],
-                cwd=HERE,  # where `witness` is found
+                cwd=HERE.parent / "user_code",
                 env=self.env,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -264,13 +248,9 @@ class Disturbed:
     def times_trained(self, step: int) -> int:
         return sum(one.step == step for one in self.witnessed())
 
-    def processes(self) -> dict[str, Process]:
+    def processes(self) -> dict[str, int]:
         """Return the newest process of each role, as the run reported it."""
-        found = {}
-        for row in read_metrics(self.run_dir, "event"):
-            if "role" in row:
-                found[row["role"]] = Process(row["role"], int(row["process"]), float(row["time"]))
-        return found
+        return {row["role"]: row["process"] for row in read_metrics(self.run_dir, "event") if "role" in row}
 
     def commits(self) -> list[float]:
         """Return the wall-clock times at which steps were committed, in order."""
@@ -292,10 +272,10 @@ class Disturbed:
         path = self.run_dir / "fully_async_training.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def wait(self, what: str, holds: Callable[[], Any], *, wait_s: float = STUCK_S, nap_s: float = LOOK_S) -> Any:
+    def wait(self, what: str, holds: Callable[[], Any], *, nap_s: float = LOOK_S) -> Any:
         """Wait for a true value of `holds` and return it. `Finished`: the run finished first. `Stuck`: it ended
         otherwise, or took too long."""
-        deadline = time.monotonic() + wait_s
+        deadline = time.monotonic() + STUCK_S
         while True:
             if found := holds():
                 return found
@@ -319,33 +299,32 @@ class Disturbed:
 
     # -- striking -----------------------------------------------------------------------------------------------------
 
-    def find(self, role: str, *, wait_s: float = STUCK_S) -> Process:
+    def find(self, role: str) -> int:
         """Return the live process of `role` (`rollouter`: the first one). Waits while it is being started."""
 
-        def live() -> Process | None:
-            for name, process in sorted(self.processes().items()):
-                fresh = process.pid not in self._struck  # one that was struck may take a moment to go
-                if name.split("-")[0] == role and fresh and self.family.has(process.pid):
-                    return process
+        def live() -> int | None:
+            for name, pid in sorted(self.processes().items()):
+                fresh = pid not in self._struck  # one that was struck may take a moment to go
+                if name.split("-")[0] == role and fresh and self.family.has(pid):
+                    return pid
             return None
 
-        found: Process = self.wait(f"a live {role}", live, wait_s=wait_s, nap_s=NAP_S)
-        return found
+        return int(self.wait(f"a live {role}", live, nap_s=NAP_S))
 
     def strike(
         self, *roles: str, number: signal.Signals = signal.SIGKILL, during: str = "", at: Moment = _at_once
     ) -> None:
         """Signal the processes of `roles` when `at` returns. Looks them up before: that takes longer than some
         moments."""
-        victims = [self.find(role) for role in roles]
+        victims = [(role, self.find(role)) for role in roles]
         at()
-        self._send([(role, process.pid) for role, process in zip(roles, victims, strict=True)], number, during)
+        self._send(victims, number, during)
 
     def strike_pid(self, role: str, pid: int) -> None:
         self._send([(role, pid)], signal.SIGKILL, "")
 
     def children_of(self, role: str, title: str) -> list[int]:
-        return self.family.below(self.find(role).pid, title)
+        return self.family.below(self.find(role), title)
 
     def strike_tree(self, during: str = "", at: Moment = _at_once) -> None:
         """Kill everything at once, as when a machine goes down: no process sees another die."""

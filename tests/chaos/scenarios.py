@@ -88,12 +88,7 @@ SCENARIOS: dict[str, Scenario] = {}
 
 
 def scenario(
-    *,
-    kills: int,
-    comparable: bool = True,
-    prepare: Prepare | None = None,
-    prompts: int | None = None,
-    **settings: Any,
+    *, kills: int, comparable: bool = True, prepare: Prepare | None = None, prompts: int | None = None, **settings: Any
 ) -> Callable[[Disturb], Disturb]:
     """`settings`: changes to the run, with two underscores for the dot of a key."""
 
@@ -219,7 +214,7 @@ def ctrl_c(run: Disturbed, draw: random.Random) -> None:
         run.start()
 
 
-@scenario(kills=3, reward__function="witness:score_in_process", reward__executor="process", reward__workers=2)
+@scenario(kills=3, reward__function="user_code:score", reward__executor="process", reward__workers=2)
 def reward_workers(run: Disturbed, draw: random.Random) -> None:
     """Kill child processes that score."""
     for step in (3, 8, 13):

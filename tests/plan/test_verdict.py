@@ -225,7 +225,7 @@ def test_any_measurement_gives_one_whole_sentence(trainer, rollouter, mode, thre
     full = 1.0 if scoring.slots_in_use is None or found.bound == "training" else scoring.slots_in_use
     busiest = max(trainer["train"] + trainer["pack"], min(rollouter["generate"], full))
     if mode != "fully_async" and found.lift is not None and found.bound not in ("sync", "save"):
-        assert found.lift <= max(1.0, 1 / busiest) + 1e-9
+        assert found.lift * busiest <= max(1.0, busiest) + 1e-9
 
 
 @given(
@@ -336,11 +336,6 @@ def test_replayed_steps_do_not_count():
     assert not watching.replays
     for found in (watching.verdict(), watching.verdict_on(watching.whole)):
         assert found.bound == "generation" and found.share == pytest.approx(0.5)
-    known = {"trainer": component(94.0, train=94.0)["spans"], "rollouter-0": {"elapsed": 94.0, "generate": 0.2}}
-    again = Watching(Setting(threshold=3), is_judge=False, replayed=known)
-    spans = {"trainer": component(104.0, train=99.0, wait_batch=5.0), "rollouter-0": component(104.0, generate=10.2)}
-    again.note(104.0, spans, {})
-    assert again.verdict_on(again.whole).share == pytest.approx(0.5)
 
 
 def test_a_run_without_scores_is_called_broken_and_not_slow():

@@ -22,21 +22,11 @@ from freewheel.data.group import PromptGroup
 from freewheel.observe.run_folder import JOURNAL
 from freewheel.queue.journal import CheckpointMark, Journal
 from freewheel.queue.ledger import Frontier
-from freewheel.queue.message_queue import MessageQueue
 from freewheel.rollout.reward_functions import load_reward
-from freewheel.rollout.rollouter import Rollouter
-from freewheel.runtime.building import (
-    OpenedQueue,
-    RolloutSide,
-    TrainSide,
-    evaluation_metrics,
-    model_folder,
-    open_queue,
-    synchronizer,
-)
+from freewheel.runtime.building import OpenedQueue, RolloutSide, TrainSide, evaluation_metrics, open_queue, synchronizer
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.config_files import to_config
-from freewheel.runtime.model_size import find_folder, read_model_size
+from freewheel.runtime.model_size import find_folder, model_folder, read_model_size
 from freewheel.runtime.placement import Machine
 from freewheel.runtime.plan import Plan, resolve
 from freewheel.sync.synchronizer import ParameterSynchronizer
@@ -218,7 +208,7 @@ class Through:
 
 
 class MortalSaver:
-    """Writes nothing after the run's death."""
+    """Writes no checkpoint after the run's death."""
 
     def __init__(self, saver: Any, fate: Fate) -> None:
         self._saver, self._fate = saver, fate
@@ -227,6 +217,9 @@ class MortalSaver:
         if self._fate.dead.is_set():
             raise CheckpointFailed("killed")
         return int(self._saver.save(*args))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._saver, name)
 
 
 def silence(opened: OpenedQueue) -> None:
@@ -240,16 +233,6 @@ def silence(opened: OpenedQueue) -> None:
         setattr(opened.journal._journal, name, dead)
 
 
-@dataclass(kw_only=True)
-class Pipeline:
-    """A live run, for `during`."""
-
-    queue: MessageQueue
-    rollouters: list[Rollouter]
-    sync: ParameterSynchronizer
-    trainer: FullyAsyncTrainer
-
-
 async def run_pipeline(
     config: TrainConfig,
     *,
@@ -257,12 +240,12 @@ async def run_pipeline(
     replicas: int = 1,
     reward: Callable[..., Any] | None = None,
     resume: Path | None = None,
-    during: Callable[[Pipeline], Any] | None = None,
+    stop_after: int | None = None,
     fate: Fate | None = None,
     record: Finished | None = None,
 ) -> Finished:
-    """Run `config` to its end, or raise `Killed`. `reward` replaces the task's own. `during` runs concurrently.
-    `record` also has the steps of earlier lives."""
+    """Run `config` to its end, or raise `Killed`. `reward` replaces the task's own. `stop_after`: the trainer is
+    asked to stop after this step. `record` also has the steps of earlier lives."""
     fate = fate or Fate()
     config = msgspec.structs.replace(config, run_dir=str(run_dir))
     run_dir.mkdir(exist_ok=True)
@@ -290,9 +273,8 @@ async def run_pipeline(
     working = [asyncio.create_task(part.run()) for part in (*rollouters, sync)]
     working.append(asyncio.create_task(fate.strikes()))
     training = asyncio.create_task(trainer.run())
-    if during is not None:
-        pipeline = Pipeline(queue=queue, rollouters=rollouters, sync=sync, trainer=trainer)
-        working.append(asyncio.create_task(during(pipeline)))
+    if stop_after is not None:
+        working.append(asyncio.create_task(_stop(trainer, stop_after)))
     try:
         async with asyncio.timeout(RUN_S):
             await _first_error(training, working)
@@ -315,6 +297,12 @@ async def run_pipeline(
         with contextlib.suppress(OSError):  # of a killed run
             await opened.close()
     return finished
+
+
+async def _stop(trainer: FullyAsyncTrainer, step: int) -> None:
+    while trainer.global_steps < step:
+        await asyncio.sleep(0.002)
+    trainer.request_stop()
 
 
 def journal_of(run_dir: Path) -> dict[int, list[int]]:

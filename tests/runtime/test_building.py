@@ -42,12 +42,12 @@ from freewheel.runtime.building import (
     TrainSide,
     evaluation_metrics,
     load_tokenizer,
-    model_folder,
     open_queue,
     pad_token_id,
     stop_token_ids,
 )
 from freewheel.runtime.config import TrainConfig
+from freewheel.runtime.model_size import find_folder, model_folder
 from freewheel.sync.weights import pack
 
 from .pipeline import plan_of, small_config
@@ -62,7 +62,7 @@ def test_parameters_are_counted_without_weights(tmp_path: Path) -> None:
     )
 
 
-def test_a_models_folder_and_tokens_come_from_the_configuration() -> None:
+def test_a_models_folder_and_tokens_come_from_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = load_tokenizer(small_config())
     task: Any = SimpleNamespace(name="mine", stop=(";",))
     semicolon = tokenizer(";", add_special_tokens=False)["input_ids"]
@@ -73,7 +73,10 @@ def test_a_models_folder_and_tokens_come_from_the_configuration() -> None:
         assert pad_token_id(SimpleNamespace(pad_token_id=pad, eos_token_id=eos)) == expected
     assert model_folder(small_config()) == str(model_path())
     assert model_folder(small_config(model={"path": "org/name"})) == "org/name"
-    assert model_folder(small_config(model={"path": "~/model"})) == str(Path.home() / "model")
+    monkeypatch.setenv("HOME", str(model_path().parent))
+    at_home = small_config(model={"path": f"~/{model_path().name}", "tokenizer": f"~/{model_path().name}"})
+    assert str(find_folder(at_home)) == model_folder(at_home) == str(model_path())
+    assert load_tokenizer(at_home).get_vocab() == tokenizer.get_vocab()
     with pytest.raises(ConfigError, match="2 tokens here, not one"):
         stop_token_ids(tokenizer, None, SimpleNamespace(name="mine", stop=("1+",)))  # type: ignore[arg-type]
 

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import msgspec
 import pytest
-import yaml
 from typer.testing import CliRunner
 
 from freewheel.cli import app
@@ -35,7 +34,7 @@ WAIT_S = 60.0
 
 
 class Runs:
-    """Stands where `FullyAsyncMain` does, and keeps what it was given."""
+    """Replaces `FullyAsyncMain` and keeps its arguments."""
 
     given: ClassVar[dict[str, Any]]
     exit_code = 0
@@ -52,7 +51,7 @@ class Runs:
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(placement, "_ask_smi", lambda: "")  # whatever GPUs the machine of these tests has
+    monkeypatch.setattr(placement, "_ask_smi", lambda: "")  # ignore this machine's GPUs
     return tmp_path
 
 
@@ -178,6 +177,9 @@ ROWS = ("data.task=rows", "model.path=org/model", "data.train=good.jsonl")
         ("trainer.trainer_class={}:MyRollouter", "it must be a subclass of FullyAsyncTrainer"),
         ("trainer.trainer_class={}:NoArguments", "which it does not accept"),
         ("trainer.trainer_class=broken_{}:Mine", "failed: ZeroDivisionError"),
+        ("algorithm.loss=cispo", "choose ppo_clip, or give module:name"),
+        ("algorithm.loss={}:missing", "has no missing"),
+        ("algorithm.advantage={}:NUMBER", "it cannot be called"),
         ("observe.custom_monitor=no_such_{}:monitor", "there is no module no_such_"),
         ("observe.custom_monitor={}:missing", "has no missing"),
         ("observe.custom_monitor={}:NUMBER", "it cannot be called: name a function"),
@@ -346,7 +348,7 @@ def test_resume_is_given_once_among_the_overrides():
 def test_changed_settings_of_a_resumed_run_are_reported_with_their_consequence(run_dir: Path, override: str, said: str):
     (line,) = resume(str(run_dir), [override]).changed
     assert line.startswith(said)
-    assert resume(str(run_dir), []).changed == []
+    assert resume(str(run_dir), ["seed=4", "rollout.n=8"]).changed == [], "the same values"
 
 
 def test_a_running_run_cannot_be_resumed(run_dir: Path):
@@ -354,11 +356,6 @@ def test_a_running_run_cannot_be_resumed(run_dir: Path):
     with RunLock(run_dir):
         assert "is in use by process" in refused("train", f"resume={run_dir}", "trainer.total_steps=80")
     assert (run_dir / "config.yaml").read_text() == before
-
-
-def test_a_moved_folder_is_resumed_where_it_is(run_dir: Path):
-    moved = run_dir.rename("elsewhere")
-    assert resume(str(moved), []).config.run_dir == "elsewhere"
 
 
 @pytest.mark.parametrize(
@@ -380,9 +377,6 @@ def test_a_resume_refuses_changes_that_contradict_its_history(run_dir: Path, ove
     with pytest.raises(ConfigError, match="a resumed run keeps") as caught:
         resume(str(run_dir), [override])
     assert caught.value.key == key
-    same = override.replace("seed=1", "seed=4").replace("rollout.n=4", "rollout.n=8")
-    if same != override:
-        resume(str(run_dir), [same])
 
 
 def test_a_finished_run_resumes_only_with_more_steps(run_dir: Path):
@@ -435,12 +429,6 @@ def test_a_new_run_does_not_use_another_runs_folder(run_dir: Path, elsewhere: Pa
     first = new_run(TrainConfig(), now_s=0)
     write_config(first)
     assert new_run(TrainConfig(), now_s=0).run_dir not in (None, first.run_dir), "two in the same second"
-
-
-def test_a_configuration_is_written_whole(run_dir: Path):
-    assert [path.name for path in run_dir.iterdir()] == ["config.yaml"]
-    assert (run_dir.stat().st_mode & 0o777, (run_dir / "config.yaml").stat().st_mode & 0o777) == (0o700, 0o600)
-    assert yaml.safe_load((run_dir / "config.yaml").read_text())["async_training"]["staleness_threshold"] == 3
 
 
 # -- eval -------------------------------------------------------------------------------------------------------------
@@ -508,14 +496,6 @@ def test_prompts_too_long_for_a_model_are_a_plain_error(elsewhere: Path):
     assert done.exit_code == 2 and "--data = 'long.jsonl': none of 1 prompts is left" in done.stderr
 
 
-def test_an_evaluation_with_fewer_prompts_than_requested_warns(caplog: pytest.LogCaptureFixture):
-    assert freewheel("eval", "embedded", "--prompts", "2").exit_code == 0
-    assert "There are only" not in caplog.text
-    done = freewheel("eval", "embedded", "--prompts", "1000000", "--json")
-    count = json.loads(done.stdout)["prompts"]
-    assert f"There are only {count} prompts; 1000000 were requested" in caplog.text
-
-
 def test_another_engine_starts_with_its_own_defaults_alone_on_its_gpu(run_dir: Path):
     rollout = {"engine": "vllm", "vllm": {"enforce_eager": True}, "gpu_memory_share": 0.2, "n": 4, "replicas": 4}
     run = to_config({"rollout": rollout})
@@ -555,7 +535,7 @@ def test_a_run_is_evaluated_on_its_own_task_by_default(run_dir: Path, elsewhere:
     assert (other.data.task, other.data.eval) == ("rows", "c.jsonl")
 
 
-def test_the_untrained_embedded_model_scores_low(tmp_path: Path):
+def test_the_untrained_embedded_model_scores_low_and_missing_prompts_are_reported(caplog: pytest.LogCaptureFixture):
     done = freewheel("eval", "embedded", "--prompts", "32", "--json")
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
@@ -563,3 +543,6 @@ def test_the_untrained_embedded_model_scores_low(tmp_path: Path):
     assert found["prompts"] == 32 and len(found["per_prompt"]) == 32
     again = freewheel("eval", "embedded", "--prompts", "32", "--samples", "2", "--temperature", "1")
     assert again.exit_code == 0 and "best of 2" in again.stdout
+    assert "There are only" not in caplog.text
+    count = json.loads(freewheel("eval", "embedded", "--prompts", "1000000", "--json").stdout)["prompts"]
+    assert f"There are only {count} prompts; 1000000 were requested" in caplog.text

@@ -89,6 +89,7 @@ def test_a_value_of_a_wrong_type_is_refused_with_key_and_remedy(key: str):
         ({"observe.alerts.queue_size.abov": 1}, "did you mean observe.alerts.queue_size.above?"),
         ({"rollout.api_key": "sk-secret"}, "rollout.api_key = '<hidden>': unknown key"),
         ({"trainer": 5}, "trainer = 5: this is a section: give its keys"),
+        ({"trainer.total_steps": 2.5}, "trainer.total_steps = 2.5: give a whole number"),
         ({"trainer.total_steps": 1e9}, "give a whole number from 1 to 1000000000: 1000000000"),
         ({"trainer.total_steps": 10**22}, "give a whole number from 1 to 1000000000"),
         ({"model.path": "???"}, "the file marks this value as one that you must give"),
@@ -145,10 +146,7 @@ PAIRS: list[tuple[str, dict[str, Any]]] = [
     ("rollout.gpu_memory_share", {"rollout.gpu_memory_share": 0.5}),
     ("rollout.vllm", {"rollout.vllm": {"enforce_eager": True}}),
     ("rollout.urls", {"rollout.urls": ["http://127.0.0.1:8000"]}),
-    (
-        "rollout.replicas",
-        {"rollout.engine": "vllm", "rollout.urls": ["http://127.0.0.1:8000"], "rollout.replicas": 2},
-    ),
+    ("rollout.replicas", {"rollout.engine": "vllm", "rollout.urls": ["http://127.0.0.1:8000"], "rollout.replicas": 2}),
     ("trainer.world_size", {"trainer.world_size": 2, "trainer.n_gpus_per_node": 4}),
     ("rollout.n", {"rollout.n": 1}),
     ("algorithm.mini_batches", {"algorithm.mini_batches": 33}),
@@ -212,15 +210,9 @@ def test_the_lag_of_every_accepted_configuration_is_within_its_bound(mode: str, 
 def test_judge_settings_are_checked_by_their_own_schema():
     assert refused({"reward.judge.outer_ratio": 0.1}).key == "reward.judge.outer_ratio"
     assert refused({"reward.judge.nope": 1}).key == "reward.judge.nope"
+    assert "OPENAI_API_KEY" in str(refused({"reward.judge.api_key": "a key"})), "tests/test_security.py has all places"
     judged = to_config(nested({"reward.judge.api_endpoint": "http://127.0.0.1:1/v1", "reward.judge.judge.reasks": 2}))
     assert judged.reward.judge == {"api_endpoint": "http://127.0.0.1:1/v1", "judge": {"reasks": 2}}
-
-
-@pytest.mark.parametrize("where", ["api_key", "judge.endpoint"])
-def test_an_api_key_is_refused_anywhere_and_not_shown(where: str):
-    inner: Any = "sk-secret" if where == "api_key" else [{"url": "http://a/v1", "api_key": "sk-secret"}]
-    error = refused({f"reward.judge.{where}": inner})
-    assert "sk-secret" not in str(error) and "OPENAI_API_KEY" in str(error)
 
 
 def test_yamls_reading_of_bare_words_is_understood():
@@ -332,10 +324,7 @@ def test_a_key_in_an_optional_section_or_a_free_mapping_is_taken():
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("trainer.total_step=3", "trainer.total_step = 3: unknown key; did you mean trainer.total_steps?"),
         ("trainer.total_steps=many", "trainer.total_steps = 'many': give a whole number"),
-        ("trainer.total_steps=2.5", "trainer.total_steps = 2.5: give a whole number"),
-        ("trainer.total_steps=0", "trainer.total_steps = 0: give a whole number from 1 to 1000000000"),
         ("mode=synk", "mode = 'synk': give sync, one_step_off or fully_async"),
         ("optimizer.betas=[0.9]", "optimizer.betas = [0.9]: give a list of 2"),
         ("trainer.total_steps", "write key=value"),
@@ -353,11 +342,6 @@ def test_a_key_in_an_optional_section_or_a_free_mapping_is_taken():
 )
 def test_an_invalid_override_is_refused_with_a_remedy(override: str, says: str):
     assert says in str(refused_overrides(override))
-
-
-def test_a_key_on_the_command_line_is_never_shown():
-    for override in ("reward.judge.api_key=sk-secret", "reward.judge.api_key=[sk-secret", "api_key=sk-secret"):
-        assert "sk-secret" not in str(refused_overrides(override))
 
 
 def test_a_missing_file_or_folder_is_reported_with_the_existing_ones(folder: Path):
@@ -390,7 +374,6 @@ def test_invalid_yaml_is_reported_with_its_line(folder: Path, text: str, line: i
         ("defaults: [nowhere]\n", "other.yaml: defaults = 'nowhere': there is no nowhere.yaml in "),
         ("defaults: [other]\n", "other.yaml: defaults = 'other': it lists itself"),
         ("defaults: [size: small]\n", "list names of files, such as [sync, _self_]"),
-        ("hydra: {run: {dir: x}}\n", "hydra = {'run': {'dir': 'x'}}: unknown key"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_refused(folder: Path, text: str, says: str):
@@ -412,26 +395,9 @@ def test_packaged_files_are_valid_and_repeat_no_default(name: str):
 
 # -- a run's own file -------------------------------------------------------------------------------------------------
 
-TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str.strip) | st.sampled_from(
-    [
-        "${mode}",
-        r"\${a}",
-        r"\\${b}",
-        "${",
-        "x${",
-        "a: b",
-        "- 1",
-        "null",
-        "1e-5",
-        "true",
-        "on",
-        "#",
-        "'",
-        '"',
-        " x ",
-        "!!x",
-    ]
-)
+HARD = ["${mode}", r"\${a}", r"\\${b}", "${", "x${", "a: b", "- 1", "null"]
+HARD += ["1e-5", "true", "on", "#", "'", '"', " x ", "!!x"]
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str.strip) | st.sampled_from(HARD)
 
 
 @settings(max_examples=60, deadline=None)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import subprocess
-import threading
-from collections.abc import AsyncIterator, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,6 +18,7 @@ from freewheel.data.tasks.word_problems import model_path
 from freewheel.errors import ConfigError
 from freewheel.rollout.engine import Engine, GenerationRequest
 from freewheel.rollout.engines import EngineFactory, EngineSettings, LoadedEngine, RolloutOptions, find_engine
+from freewheel.rollout.vllm import engine as vllm_engine
 from freewheel.runtime import placement, preflight
 from freewheel.runtime.config_files import to_config
 from freewheel.runtime.placement import Machine
@@ -29,45 +28,8 @@ from .pipeline import plan_of as pipeline_plan
 from .pipeline import run_pipeline, small_config
 
 LAPTOP = Machine(cpus=2, memory_bytes=8 << 30)
-
-
-class Server(BaseHTTPRequestHandler):
-    """Answers like a `vllm serve` to the questions before a run."""
-
-    answers: ClassVar[dict[str, bytes]] = {}
-
-    def do_GET(self) -> None:
-        self._answer()
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self._answer()
-
-    def _answer(self) -> None:
-        body = self.answers.get(self.path)
-        self.send_response(404 if body is None else 200)
-        self.end_headers()
-        self.wfile.write(body or b"{}")
-
-    def log_message(self, *args: Any) -> None:
-        pass
-
-
-GOOD = {
-    "/v1/models": b'{"data": [{"id": "a model", "max_model_len": 256}]}',
-    "/is_paused": b"{}",
-    "/collective_rpc": b'{"results": ["float32"]}',
-}
-
-
-@pytest.fixture
-def server() -> Iterator[Any]:
-    kind = type("ThisServer", (Server,), {"answers": dict(GOOD)})
-    with ThreadingHTTPServer(("127.0.0.1", 0), kind) as serving:
-        threading.Thread(target=serving.serve_forever, args=(0.01,), daemon=True).start()
-        kind.url = f"http://127.0.0.1:{serving.server_address[1]}"  # type: ignore[attr-defined]
-        yield kind
-        serving.shutdown()
+DEAD = "http://127.0.0.1:9"
+"""The address of a server that does not answer."""
 
 
 def plan_of(url: str, **rollout: Any) -> Plan:
@@ -80,19 +42,14 @@ def check_here(plan: Plan, model: str = str(model_path())) -> list[ConfigError]:
     return [] if problem is None else [problem]
 
 
-@pytest.mark.parametrize(
-    ("answers", "says"),
-    [
-        ({"/v1/models": b'{"data": [{"id": "m", "max_model_len": 8}]}'}, "it takes 8 tokens, and "),
-        ({"/is_paused": None}, "it cannot be given new weights"),
-        ({"/collective_rpc": None}, "its workers do not know freewheel"),
-        ({"/collective_rpc": b'{"results": ["bfloat16"]}'}, "it serves bfloat16, and the run has float32"),
-    ],
-)
-def test_a_server_that_does_not_fit_is_refused_with_the_reason(server: Any, answers: dict[str, Any], says: str) -> None:
-    server.answers |= answers
-    (problem,) = check_here(plan_of(server.url))
-    assert problem.key == "rollout.urls" and server.url in str(problem) and says in str(problem)
+def test_the_check_of_a_server_passes_the_longest_prompt_and_response_and_the_runs_type_of_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(vllm_engine, "find_server", lambda *given: asked.append(given))
+    assert check_here(plan_of(DEAD)) == []
+    ((url, tokens, dtype),) = asked
+    assert (url, dtype) == (DEAD, "float32") and 30 < tokens < 100, "word problems are short"
 
 
 def test_a_run_whose_server_does_not_answer_is_refused_before_anything_starts(
@@ -101,30 +58,31 @@ def test_a_run_whose_server_does_not_answer_is_refused_before_anything_starts(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(placement, "_ask_smi", lambda: "")
     monkeypatch.setattr(preflight, "_check_in_child", check_here)
-    settings = ["train", "rollout.engine=vllm", "rollout.urls=[http://127.0.0.1:9]"]
+    settings = ["train", "rollout.engine=vllm", f"rollout.urls=[{DEAD}]"]
     done = CliRunner().invoke(app, settings)
     assert done.exit_code == 2 and "there is no vLLM server" in done.stderr and not list(tmp_path.iterdir())
     done = CliRunner().invoke(app, [*settings, "--dry-run"])
     text = " ".join(done.stdout.split())
     assert done.exit_code == 0 and "there is no vLLM server" in text.partition("Against this run here")[2]
-    assert "asks the vLLM server http://127.0.0.1:9 for responses" in text and "vllm engine" not in text
+    assert f"asks the vLLM server {DEAD} for responses" in text and "vllm engine" not in text
 
 
 def test_an_engine_is_checked_in_a_child_process_if_the_run_is_here(
-    server: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert preflight.engine_problems(plan_of(server.url), model_path()) == []
+    (problem,) = preflight.engine_problems(plan_of(DEAD), model_path())
+    assert problem.key == "rollout.urls" and "there is no vLLM server" in str(problem)
     with monkeypatch.context() as patch:
         patch.setattr(preflight, "CHECK_S", 0.01)
-        assert preflight.engine_problems(plan_of("http://127.0.0.1:9"), model_path()) == [], "it takes too long"
+        assert preflight.engine_problems(plan_of(DEAD), model_path()) == [], "it takes too long"
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.stderr.write('no kernel image\\n'); sys.exit(3)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    (problem,) = preflight.engine_problems(plan_of("http://127.0.0.1:9"), model_path())
+    (problem,) = preflight.engine_problems(plan_of(DEAD), model_path())
     assert problem.key == "rollout.engine" and "it cannot be used here: " in str(problem)
     monkeypatch.setattr(subprocess, "run", None)
-    elsewhere = to_config({"rollout": {"engine": "vllm", "urls": [server.url]}, "ray": {"address": "auto"}})
+    elsewhere = to_config({"rollout": {"engine": "vllm", "urls": [DEAD]}, "ray": {"address": "auto"}})
     assert preflight.engine_problems(resolve(elsewhere, LAPTOP), model_path()) == []
-    assert preflight.engine_problems(plan_of(server.url), None) == [], "a check does not download a model"
+    assert preflight.engine_problems(plan_of(DEAD), None) == [], "a check does not download a model"
     assert preflight.engine_problems(resolve(to_config({}), LAPTOP), model_path()) == [], "the native engine has none"
 
 

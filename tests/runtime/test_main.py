@@ -271,7 +271,7 @@ def test_without_a_journal_a_dead_queue_or_trainer_ends_the_run(scene: Build, na
         (True, 500, ["trainer"], "trainer is killed: step 4 has been trained for"),
     ],
 )
-def test_what_stalls_is_restarted_once_before_the_run_ends(
+def test_stalled_components_are_restarted_once_before_the_run_ends(
     scene: Build, training: bool, apart_s: int, killed: list[str], why: str
 ) -> None:
     def happens(one: Scene) -> None:

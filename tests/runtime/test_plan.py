@@ -1,4 +1,4 @@
-"""What a config means on a machine: devices, arithmetic, memory, and what stands against a run."""
+"""What a config means on a machine: devices, arithmetic, memory, notes and problems."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_devices_and_the_type_of_numbers_follow_from_the_machine(
         (machine(H200, H200), {"rollout": {"nnodes": 2}}, "rollout.nnodes"),
     ],
 )
-def test_what_this_machine_has_not_is_a_problem_and_not_a_crash(where: Machine, sections: dict[str, Any], key: str):
+def test_missing_hardware_is_a_problem_of_the_plan(where: Machine, sections: dict[str, Any], key: str):
     found = plan(where, **sections)
     assert found.problems[0].key == key
     assert str(found.problems[0]) in render(found).plain.replace("\n  ", " ")
@@ -107,7 +107,7 @@ def test_what_this_machine_has_not_is_a_problem_and_not_a_crash(where: Machine, 
     assert caught.value.key == key
 
 
-def test_the_shipped_cluster_has_a_plan_wherever_it_is_looked_at_that_travels_to_actors():
+def test_the_shipped_cluster_is_planned_on_any_machine_and_the_plan_can_be_pickled():
     found = pickle.loads(pickle.dumps(resolve(compose(config_name="cluster"), LAPTOP, model=SMALL)))
     assert not found.problems, "its GPUs are counted by Ray"
     assert (found.replicas, found.gpus_per_replica, found.world_size, found.gpus_trainer) == (2, 1.0, 8, 1.0)
@@ -126,12 +126,12 @@ def test_the_shipped_cluster_has_a_plan_wherever_it_is_looked_at_that_travels_to
         (2, "vllm", "nccl"),
     ],
 )
-def test_weights_take_the_fastest_way_that_there_is(gpus: int, engine: str, transport: str):
+def test_weights_take_the_fastest_transport_unless_one_is_chosen(gpus: int, engine: str, transport: str):
     found = plan(machine(*[H200] * gpus), rollout={"engine": engine})
     assert found.transport == transport
     found.check()
     chosen = plan(machine(*[H200] * gpus), async_training={"weight_transport": "object_store"})
-    assert chosen.transport == "object_store", "what somebody chose"
+    assert chosen.transport == "object_store"
 
 
 def test_a_shared_gpu_leaves_training_the_larger_part_of_its_memory():
@@ -174,13 +174,13 @@ def test_memory_of_a_process_is_its_share_and_vllm_takes_all_of_its_own():
 
 
 def test_several_engines_on_a_gpu_take_what_their_slots_need_within_their_share():
-    """vLLM cannot measure its own beside others that start: it is told."""
+    """vLLM cannot measure its memory while other engines start on the GPU, so it receives the size of its cache."""
     rollout = {"engine": "vllm", "replicas": 4, "slots": 10, "max_new_tokens": 100}
     four = resolve(to_config({"rollout": rollout}), machine(H200), model=SMALL)
     assert four.engines_on_a_gpu == 4
     token = SMALL.layers * 2 * SMALL.kv_width * 2
     assert four.memory_replica["KV cache"] == int(1.25 * 10 * four.tokens_per_sample * token)
-    assert four.memory_replica["workspace"] == 2 << 30, "which vLLM takes on top where it is told its cache"
+    assert four.memory_replica["workspace"] == 2 << 30, "vLLM needs this on top of a cache of a given size"
     crowded = to_config({"rollout": {**rollout, "slots": 1000, "gpu_memory_share": 0.04}})
     tight = resolve(crowded, machine(H200), model=SMALL)
     assert sum(tight.memory_replica.values()) == int(0.04 * H200.memory_bytes)
@@ -225,7 +225,7 @@ def test_the_plan_says_the_batch_and_the_bound_in_numbers(mode: str):
         ({"reward": {"judge": {"api_endpoint": "http://j:1/v1"}}}, "No API key: the judge at http://j:1/v1 is off"),
     ],
 )
-def test_what_is_worth_knowing_is_noted(sections: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch):
+def test_surprising_settings_are_noted(sections: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     assert any(says in note for note in plan(LAPTOP, **sections).notes)
     assert not any(says in note for note in plan(LAPTOP).notes)
@@ -243,13 +243,8 @@ def test_the_embedded_model_is_measured_without_loading_it():
 
 
 def test_parameters_are_counted_over_all_shards(tmp_path: Path):
-    text = {
-        "hidden_size": 8,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "num_hidden_layers": 3,
-        "vocab_size": 10,
-    }
+    text = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1}
+    text |= {"num_hidden_layers": 3, "vocab_size": 10}
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["QwenX"], "text_config": text}))
     for number, shape in enumerate(([10, 8], [3, 8, 8])):
         header = json.dumps(
@@ -263,7 +258,7 @@ def test_parameters_are_counted_over_all_shards(tmp_path: Path):
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 8, struct.pack("<Q", 3) + b"{}}"])
-def test_files_that_say_nothing_leave_the_size_unknown(tmp_path: Path, content: bytes):
+def test_files_without_a_size_leave_it_unknown(tmp_path: Path, content: bytes):
     assert read_model_size(tmp_path) is None
     (tmp_path / "config.json").write_text('{"hidden_size": 8, "n_head": 2, "n_layer": 1, "vocab_size": 3}')
     (tmp_path / "model.safetensors").write_bytes(content)
@@ -277,7 +272,7 @@ def memory(**sections: dict[str, Any]) -> dict[str, int]:
     return resolve(to_config(merged), machine(H200), model=SMALL).memory_trainer
 
 
-def test_what_saves_or_costs_memory_is_seen():
+def test_settings_that_save_or_cost_memory_change_the_estimate():
     usual = memory()
     assert usual["weights"] + usual["gradients"] + usual["optimizer"] == 16 * SMALL.parameters
     assert memory(model={"gradient_checkpointing": True})["activations"] < usual["activations"]
@@ -292,7 +287,7 @@ def test_what_saves_or_costs_memory_is_seen():
     assert found.sync_bytes == SMALL.parameters * 4
 
 
-def test_too_little_memory_is_told():
+def test_too_little_memory_is_noted():
     large = ModelSize(parameters=8_000_000_000, layers=32, hidden=4096, vocabulary=128_256, kv_width=1024)
     assert any(
         "A GPU has 140.0 GiB of memory" in note for note in resolve(TrainConfig(), machine(H200), model=large).notes

@@ -1,4 +1,4 @@
-"""What a run in one process writes down beside its work: its trace, its samples, and nothing that is in its way."""
+"""The trace and the samples of a run in one process. Recording never changes the run, also where it fails."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ async def test_trace_every_selects_groups(tmp_path: Path) -> None:
     await recorded(tmp_path / "some", {"trace_every": 4})
     assert {event["id"] % 4 for event in read_trace(tmp_path / "some") if event["ph"] == "b"} == {0}
     await recorded(tmp_path / "none", {"trace_every": 0, "samples_mb": 0.0})
-    assert {event["ph"] for event in read_trace(tmp_path / "none")} == {"X"}
+    events = list(read_trace(tmp_path / "none"))
+    assert {event["ph"] for event in events} == {"X"}
+    activities = [event["name"] for event in events if event["name"] in ("generate", "wait_reward", "wait_room")]
+    assert activities[-1] == "wait_room", "the last activity ends with the rollouter"
     assert not (tmp_path / "none" / "samples").exists()
 
 

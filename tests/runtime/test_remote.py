@@ -14,15 +14,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from freewheel.queue.client import QueueClient
 from freewheel.queue.message_queue import MessageQueue
 from freewheel.runtime import remote
-from freewheel.runtime.remote import (
-    ActorDirectory,
-    NoAnswer,
-    RemotePublisher,
-    call,
-    is_death,
-    remote_queue,
-    unwrap,
-)
+from freewheel.runtime.remote import ActorDirectory, NoAnswer, RemotePublisher, call, is_death, remote_queue, unwrap
 from freewheel.sync.device import DevicePacker
 from freewheel.sync.weights import AnyWeights, pack
 

@@ -13,7 +13,7 @@ from ray.exceptions import ActorDiedError
 from freewheel.data.group import Ticket
 from freewheel.queue.journal import CheckpointMark
 from freewheel.queue.ledger import Frontier
-from freewheel.runtime.building import model_folder
+from freewheel.runtime.model_size import model_folder
 from freewheel.runtime.remote import NoAnswer
 from freewheel.runtime.supervisor import Poller
 from freewheel.trainer.checkpoint import Resumed
@@ -76,7 +76,7 @@ async def test_a_start_opens_every_component_and_connects_all_of_them(tmp_path: 
 async def test_every_component_is_connected_to_a_replacement(supervisor: StandInSupervisor, name: str) -> None:
     _, second = await replaced(supervisor, name)
     assert name not in supervisor.opening
-    assert supervisor.directory[name].part is second
+    assert await supervisor.directory.call(name, "process") == (0, "nowhere") and supervisor[name] is second
     for one in ALL:
         assert supervisor[one].met[name] is supervisor.handles[name]
     assert supervisor.reported.count(name) == 2

@@ -129,6 +129,7 @@ class Rollouter:
         self._end_with(None)
 
     async def close(self) -> None:
+        self._span.close()  # the last activity belongs in this run's trace
         try:
             await self.engine.close()
         finally:

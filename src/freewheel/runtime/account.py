@@ -131,8 +131,6 @@ class RunAccount:
             save_every_steps=config.trainer.save_every_steps,
         )
         self._watching = Watching(setting, is_judge=judge is not None and as_config(judge).judges)
-        self._replayed: dict[str, Mapping[str, float]] = {}
-        """Spans until the last replayed step, by the components' names in `statistics`."""
         self._stopped_by: Bound | None = None
         self._over = False
 
@@ -180,13 +178,9 @@ class RunAccount:
         self.statistics = {"trainer": trainer, "rollouter": rollouter, "queue": queue, "sync": sync}
         self._watching.note(now, {"trainer": trainer, **replicas}, rollouter.get("rewards", {}))
         self._note_spans({"trainer": trainer, **replicas})
-        if self._watching.replays:
-            self._replayed = {name: found["spans"] for name, found in self.statistics.items() if "spans" in found}
         self._last_queue = queue or self._last_queue  # keep the last answer of a component that missed a look
         self._last_sync = sync or self._last_sync
         self.statistics["run"] = {"verdict": self.verdict.sentence}
-        if self._replayed:
-            self.statistics["run"]["replayed"] = self._replayed
         self._report_halt()
         self._abandoned.note(queue)
         tokens = float(rollouter.get("generated_tokens", 0))

@@ -382,16 +382,13 @@ class _Look:
 class Watching:
     """Keeps the recent past of a run, for its verdict."""
 
-    def __init__(
-        self, setting: Setting, *, is_judge: bool, replayed: Mapping[str, Mapping[str, float]] | None = None
-    ) -> None:
-        """`setting.replicas` is ignored: replicas are counted here. `replayed`: known spans until the last replayed
-        step."""
+    def __init__(self, setting: Setting, *, is_judge: bool) -> None:
+        """`setting.replicas` is ignored: replicas are counted here."""
         self.replays = False
         """Whether steps were still being replayed at the last look."""
         self._setting = setting
         self._is_judge = is_judge
-        self._replayed = dict(replayed or {})
+        self._replayed: Mapping[str, Mapping[str, float]] = {}
         self._replaying = False
         self._past: deque[_Look] = deque()
         self._spans: dict[str, Mapping[str, float]] = {}

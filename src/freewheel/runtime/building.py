@@ -45,22 +45,9 @@ from freewheel.queue.journal import (
 )
 from freewheel.queue.message_queue import MessageQueue
 from freewheel.queue.restore import Restored, restore
-from freewheel.rollout.engines import (
-    EngineSettings,
-    LoadedEngine,
-    find_engine,
-    load_causal_lm,
-    loading_errors,
-)
-from freewheel.runtime.config import (
-    DEFAULT,
-    EMBEDDED,
-    OWN_ROWS,
-    ROLLOUTER_CLASSES,
-    TRAINER_CLASSES,
-    ObserveConfig,
-    TrainConfig,
-)
+from freewheel.rollout.engines import EngineSettings, LoadedEngine, find_engine, load_causal_lm, loading_errors
+from freewheel.runtime.config import DEFAULT, OWN_ROWS, ROLLOUTER_CLASSES, TRAINER_CLASSES, ObserveConfig, TrainConfig
+from freewheel.runtime.model_size import model_folder
 from freewheel.utils.registry import Registry, find_object
 
 if TYPE_CHECKING:
@@ -115,21 +102,12 @@ def synchronizer(
     )
 
 
-def model_folder(config: TrainConfig) -> str:
-    """Return the folder or hub id that the model is loaded from."""
-    if config.model.path == EMBEDDED:
-        from freewheel.data.tasks.word_problems import model_path
-
-        return str(model_path())
-    path = config.model.path
-    return str(Path(path).expanduser()) if path.startswith("~") else path
-
-
 def load_tokenizer(config: TrainConfig) -> Any:
     from transformers import AutoTokenizer
 
-    key = "model.path" if config.model.tokenizer is None else "model.tokenizer"
-    path = config.model.tokenizer or model_folder(config)
+    key, path = "model.path", model_folder(config)
+    if config.model.tokenizer is not None:
+        key, path = "model.tokenizer", str(Path(config.model.tokenizer).expanduser())
     with loading_errors(key, path):
         return AutoTokenizer.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
 
@@ -487,11 +465,9 @@ def _why_unscorable(task: Task, row: Any) -> str:
     """Return why the task refuses the row, whatever the response is; empty if it does not."""
     try:
         task.score("", row)
-    except ConfigError as error:
-        return (
-            f"there is no rule for its data_source {row['data_source']!r}" if error.key == "data_source" else str(error)
-        )
-    except DataError as error:
+    except (ConfigError, DataError) as error:
+        if isinstance(error, ConfigError) and error.key == "data_source":
+            return f"there is no rule for its data_source {row['data_source']!r}"
         return str(error)
     except Exception:  # noqa: BLE001  # a rule may fail on an empty response
         return ""

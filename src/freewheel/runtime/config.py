@@ -12,7 +12,7 @@ refused if the user must have set it on purpose. What depends on the machine is 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -362,7 +362,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             if isinstance(section := getattr(self, name), msgspec.Struct):
                 check_fields(section, f"{name}.")
         for check in _CHECKS:
-            for key, remedy in check(self):
+            for key, remedy in check(self) or ():
                 raise ConfigError(key, reduce(getattr, key.split("."), self), remedy)
 
     @property
@@ -417,7 +417,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 _Problems = Iterator[tuple[str, str]]
-"""A key and its remedy. Only the first problem is used: later checks may assume that there was none before."""
+"""Keys with their remedies. Only the first is used: later checks may assume that there was none before."""
 
 
 def _urls(config: TrainConfig) -> _Problems:
@@ -432,13 +432,12 @@ def _urls(config: TrainConfig) -> _Problems:
             raise ConfigError("rollout.urls", "<hidden>", remedy)
 
 
-def _reward(config: TrainConfig) -> _Problems:
+def _reward(config: TrainConfig) -> None:
     check_judge(config.reward.judge)
     if config.reward.on_failure != "mask":  # not for the default: the import takes a quarter of a second
         from freewheel.rollout.reward_stage import GroupPolicy
 
         GroupPolicy.of(config.reward.on_failure, 0)
-    return iter(())
 
 
 def check_judge(judge: Mapping[str, Any] | None) -> None:
@@ -481,14 +480,13 @@ def has_key(value: Any) -> bool:
     return any(name.lower() in _KEY_PARAMETERS for name, _ in parse_qsl(query))
 
 
-def _alerts(config: TrainConfig) -> _Problems:
+def _alerts(config: TrainConfig) -> None:
     for name, alert in config.observe.alerts.items():
         if alert.above is None and alert.below is None:
             raise ConfigError(f"observe.alerts.{name}", {}, "give above, below or both")
         if alert.above is not None and alert.below is not None and alert.above < alert.below:
             remedy = "every value would then raise it: above must not be less than below"
             raise ConfigError(f"observe.alerts.{name}", msgspec.structs.asdict(alert), remedy)
-    return iter(())
 
 
 def _staleness(config: TrainConfig) -> _Problems:
@@ -537,12 +535,11 @@ def _devices(config: TrainConfig) -> _Problems:
             yield "rollout.replicas", remedy + "give replicas=auto, or fewer GPUs"
 
 
-def _engine(config: TrainConfig) -> _Problems:
+def _engine(config: TrainConfig) -> None:
     """A user's own engine is asked before a run starts: reading a configuration must not import a user's code."""
     name = config.rollout.engine
     if name in ENGINES or ":" not in name:
         find_engine(name).check_options(config.rollout)
-    return iter(())
 
 
 def _ranks(config: TrainConfig) -> _Problems:
@@ -599,7 +596,7 @@ def _evaluation(config: TrainConfig) -> _Problems:
         yield "data.eval_split", remedy
 
 
-_CHECKS = (
+_CHECKS: tuple[Callable[[TrainConfig], _Problems | None], ...] = (
     *(_urls, _reward, _alerts),
     *(_staleness, _queue, _devices, _engine, _ranks, _algorithm, _optimizer, _data, _evaluation),
 )

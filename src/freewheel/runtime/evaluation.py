@@ -9,24 +9,23 @@ The configuration of a run names its task; any other model needs a task. Used by
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from freewheel.errors import ConfigError
 from freewheel.observe.run_folder import BEST, CONFIG
-from freewheel.rollout.engines import VLLM_KEYS
+from freewheel.rollout.engine import EngineError
+from freewheel.rollout.engines import VLLM_KEYS, PromptsTooLong
 from freewheel.rollout.evaluation import EvalResult
-from freewheel.runtime.building import RolloutSide, model_folder
+from freewheel.runtime.building import RolloutSide
 from freewheel.runtime.config import EMBEDDED, RolloutConfig, TrainConfig
 from freewheel.runtime.config_files import compose
+from freewheel.runtime.model_size import model_folder
 from freewheel.runtime.placement import MOST_SLOTS, Machine
 from freewheel.runtime.plan import resolve
 from freewheel.runtime.start import load_run
-from freewheel.trainer.checkpoint import HF_CONFIG as MODEL_CONFIG
-from freewheel.trainer.checkpoint import CheckpointStore
+from freewheel.trainer.checkpoint import HF_CONFIG, CheckpointStore
 
 log = logging.getLogger("freewheel.runtime")
 
@@ -53,13 +52,13 @@ def find_target(name: str) -> Target:
         raise ConfigError(
             "RUN_OR_MODEL", name, "there is no such folder: give a run, a HF folder, a hub id or embedded"
         )
-    if (folder / MODEL_CONFIG).is_file():
+    if (folder / HF_CONFIG).is_file():
         run = next((up for up in list(folder.absolute().parents)[:_LEVELS_UP] if (up / CONFIG).is_file()), None)
         return Target(path=str(folder), run=load_run(run) if run else None)
     if not (folder / CONFIG).is_file():
-        raise ConfigError("RUN_OR_MODEL", name, f"it has neither {MODEL_CONFIG} of a model nor {CONFIG} of a run")
+        raise ConfigError("RUN_OR_MODEL", name, f"it has neither {HF_CONFIG} of a model nor {CONFIG} of a run")
     found = CheckpointStore(folder, keep_last=1).newest() or folder / BEST
-    if not (found / MODEL_CONFIG).is_file():
+    if not (found / HF_CONFIG).is_file():
         raise ConfigError("RUN_OR_MODEL", name, "this run has saved no weights yet")
     return Target(path=str(found), run=load_run(folder))
 
@@ -83,11 +82,7 @@ def eval_config(
     settings: dict[str, Any] = {"model.path": target.path}
     settings |= {"model.lora": None, "rollout.replicas": "auto"}  # saved weights have their adapters merged
     if task is not None and task != base.data.task:
-        settings |= {
-            "data.train": None,
-            "data.eval": None,
-            "reward.function": None,
-        }  # they belong to the run's own task
+        settings |= dict.fromkeys(("data.train", "data.eval", "reward.function"))  # they belong to the run's own task
     if engine is not None:
         usual = RolloutConfig()
         settings |= {f"rollout.{key}": getattr(usual, key) for key in VLLM_KEYS}
@@ -103,8 +98,13 @@ async def run_evaluation(config: TrainConfig, *, keep_responses: bool = False) -
     """Load the model into this process and evaluate it."""
     plan = resolve(config, Machine.here())
     plan = replace(plan, slots=min(MOST_SLOTS, config.eval.prompts * config.eval.samples))
-    with _engine_errors_by_flag(config):
+    try:
         side = RolloutSide(config=config, plan=plan, name="eval", model_path=model_folder(config), trains=False)
+    except PromptsTooLong as error:  # errors name the flags of `freewheel eval`: the user did not set the run's keys
+        remedy = f"its prompts are too long for this model ({error.why}): choose another task, other rows or a model"
+        raise ConfigError("--task", config.data.task, remedy) from error
+    except EngineError as error:
+        raise ConfigError("--engine", config.rollout.engine, f"it cannot run {config.model.path}: {error}") from error
     try:
         result = await side.evaluate(keep_responses=keep_responses)
         if result is None:
@@ -114,18 +114,3 @@ async def run_evaluation(config: TrainConfig, *, keep_responses: bool = False) -
         return result
     finally:
         await side.engine.close()
-
-
-@contextmanager
-def _engine_errors_by_flag(config: TrainConfig) -> Iterator[None]:
-    """Rename an engine's errors to the flags of `freewheel eval`: the user did not set the run's keys."""
-    from freewheel.rollout.engine import EngineError
-    from freewheel.rollout.engines import PromptsTooLong
-
-    try:
-        yield
-    except PromptsTooLong as error:
-        remedy = f"its prompts are too long for this model ({error.why}): choose another task, other rows or a model"
-        raise ConfigError("--task", config.data.task, remedy) from error
-    except EngineError as error:
-        raise ConfigError("--engine", config.rollout.engine, f"it cannot run {config.model.path}: {error}") from error

@@ -77,7 +77,6 @@ class FullyAsyncMain:
         changed: Sequence[str] = (),
         view: Any = None,
         alongside: Callable[[], AbstractContextManager[None]] = nullcontext,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`changed`: settings that differ from the resumed run's, in words. `alongside`: entered while the run lasts,
         once the run directory is locked; it serves the run's page."""
@@ -86,7 +85,7 @@ class FullyAsyncMain:
         self.run_dir = Path(self.config.run_dir or "").absolute()
         self._resume = resume
         self._changed = changed
-        self._clock = clock
+        self._clock = time.monotonic
         self._view = view
         self._alongside = alongside
         self._monitor = find_monitor(config)
@@ -402,7 +401,8 @@ class FullyAsyncMain:
             log.exception("custom_monitor failed")
 
     def custom_monitor(self, trainer_stats: Mapping[str, Any], rollouter_stats: Mapping[str, Any]) -> None:
-        """Hook, called with each `Component Statistics`. Calls the function named by `observe.custom_monitor`."""
+        """Hook, called with each `Component Statistics`, empty for a component that did not answer in time. Calls the
+        function named by `observe.custom_monitor`."""
         if self._monitor is not None:
             self._monitor(trainer_stats, rollouter_stats)
 

@@ -1,4 +1,4 @@
-"""Estimates how large a model is and how much memory a run needs, without loading it.
+"""Finds a model's folder and estimates how large the model is and how much memory a run needs, without loading it.
 
     config.json ┐
                 ├─▶ ModelSize ─▶ trainer_memory, replica_memory: estimates by part
@@ -54,14 +54,20 @@ class ModelSize:
     """Longest sequence that it supports."""
 
 
-def find_folder(config: TrainConfig) -> Path | None:
-    """Return the model's folder on this machine. None: it must be downloaded first."""
+def model_folder(config: TrainConfig) -> str:
+    """Return the folder or hub id that the model is loaded from."""
     if config.uses_embedded_model:
         from freewheel.data.tasks.word_problems import model_path
 
-        return model_path()
-    if Path(config.model.path).is_dir():
-        return Path(config.model.path)
+        return str(model_path())
+    return str(Path(config.model.path).expanduser())
+
+
+def find_folder(config: TrainConfig) -> Path | None:
+    """Return the model's folder on this machine. None: it must be downloaded first."""
+    folder = Path(model_folder(config))
+    if folder.is_dir():
+        return folder
     home = os.environ.get("HF_HOME", "~/.cache/huggingface")
     hub = Path(os.environ.get("HF_HUB_CACHE", f"{home}/hub")).expanduser()
     folders = hub.glob(f"models--{config.model.path.replace('/', '--')}/snapshots/*")

@@ -56,7 +56,7 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
-        return cls(cpus=_cpus(), memory_bytes=_memory_bytes(), gpus=_gpus())
+        return replace(cls.of_host(), gpus=_gpus())
 
     @classmethod
     def of_host(cls) -> Machine:

@@ -128,7 +128,13 @@ def resolve(config: TrainConfig, machine: Machine, *, model: ModelSize | None = 
     memory_replica: dict[str, int] = {}
     if model is not None:
         if model.positions is not None:
-            problems += _too_long(config, model.positions, max_new_tokens)
+            if max_new_tokens >= model.positions:  # whether a prompt fits is known once it is rendered
+                remedy = (
+                    f"that is {max_new_tokens} tokens, and the model has {model.positions} positions, prompt included: "
+                )
+                problems.append(
+                    ConfigError("rollout.max_new_tokens", config.rollout.max_new_tokens, remedy + "give fewer")
+                )
             max_prompt_tokens = max(1, min(max_prompt_tokens, model.positions - max_new_tokens))
         tokens = max_prompt_tokens + max_new_tokens
         memory_trainer = trainer_memory(
@@ -168,14 +174,6 @@ def _max_new_tokens(config: TrainConfig) -> int:
     from freewheel.data.tasks import get_task
 
     return get_task(config.data.task).max_new_tokens
-
-
-def _too_long(config: TrainConfig, positions: int, max_new_tokens: int) -> list[ConfigError]:
-    """Whether each prompt fits is known once it is rendered; responses must have room in any case."""
-    if max_new_tokens < positions:
-        return []
-    remedy = f"that is {max_new_tokens} tokens, and the model has {positions} positions, prompt included: give fewer"
-    return [ConfigError("rollout.max_new_tokens", config.rollout.max_new_tokens, remedy)]
 
 
 def _notes(plan: Plan) -> Iterator[str]:

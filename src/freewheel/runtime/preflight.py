@@ -38,6 +38,7 @@ from freewheel.runtime.building import (
     read_rows,
 )
 from freewheel.runtime.config import ROLLOUTER_CLASSES, TRAINER_CLASSES, TrainConfig
+from freewheel.trainer.checkpoint import HF_CONFIG
 
 if TYPE_CHECKING:
     from freewheel.runtime.plan import Plan
@@ -46,8 +47,6 @@ CHECK_S = 180.0
 """Time for vLLM's import from a cold disk. A slower check is abandoned, and the rollouters find problems."""
 LAST_CHARS = 300
 """How much of a dead child's last line is shown."""
-MODEL_CONFIG = "config.json"
-"""A model's folder contains this file."""
 
 
 def preflight(config: TrainConfig) -> int | None:
@@ -97,8 +96,8 @@ def _check_model(config: TrainConfig) -> None:
     if config.uses_embedded_model:
         return
     folder = _folder("model.path", config.model.path)
-    if folder is not None and not (folder / MODEL_CONFIG).is_file():
-        remedy = f"it has no {MODEL_CONFIG} of a model: give a HF folder, a hub id or embedded"
+    if folder is not None and not (folder / HF_CONFIG).is_file():
+        remedy = f"it has no {HF_CONFIG} of a model: give a HF folder, a hub id or embedded"
         raise ConfigError("model.path", config.model.path, remedy)
     if folder is not None and find_spec("safetensors") is not None:  # without it there is only a plan
         check_weights(folder)

@@ -87,9 +87,6 @@ class ActorDirectory:
         self._handles |= handles
         self._changed.notify()
 
-    def __getitem__(self, name: str) -> Any:
-        return self._handles[name]
-
     async def call(self, name: str, method: str, *args: Any, deadline_s: float = CALL_S, **kwargs: Any) -> Any:
         """Call `name`, or its successor. Raises the error of the last try if no answer comes."""
         clock = asyncio.get_running_loop().time

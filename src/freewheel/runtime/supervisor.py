@@ -28,18 +28,10 @@ from ray.exceptions import RayError
 from freewheel.queue.journal import CheckpointMark
 from freewheel.runtime import actors
 from freewheel.runtime.actors import MAX_CALLS
-from freewheel.runtime.building import model_folder
 from freewheel.runtime.cluster import Pools
 from freewheel.runtime.config import TrainConfig
-from freewheel.runtime.remote import (
-    START_S,
-    ActorDirectory,
-    NoAnswer,
-    RemoteReplica,
-    call,
-    kill_process,
-    remote_queue,
-)
+from freewheel.runtime.model_size import model_folder
+from freewheel.runtime.remote import START_S, ActorDirectory, NoAnswer, RemoteReplica, call, kill_process, remote_queue
 from freewheel.trainer.checkpoint import CheckpointStore, Resumed
 from freewheel.utils.registry import objects_in_memory
 from freewheel.utils.waiting import unless_failed

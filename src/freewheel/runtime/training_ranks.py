@@ -103,7 +103,8 @@ class RankActor:
 
 def _follower(config: TrainConfig, plan: Plan, rank: int, meeting: Meeting) -> Follower:
     from freewheel.rollout.engines import load_causal_lm
-    from freewheel.runtime.building import backend_settings, model_folder, use_threads
+    from freewheel.runtime.building import backend_settings, use_threads
+    from freewheel.runtime.model_size import model_folder
     from freewheel.trainer.fsdp import FsdpBackend, join
 
     use_threads(config.trainer.threads)

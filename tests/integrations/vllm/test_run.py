@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +18,17 @@ from freewheel.runtime import main as main_module
 from freewheel.runtime.config_files import to_config
 from freewheel.runtime.main import FullyAsyncMain
 
-from ...ray_runs import count_steps, local_ray, processes, running, wait_until
+from ...ray_runs import count_steps, processes, running, wait_until
 from .asking import EAGER, plan_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
-HERE = Path(__file__).parent
 WAIT_S = 300.0
 STEPS = 16
 STRUCK_AFTER = 4
 GROUPS, SAMPLES = 4, 4
 GAP = 2e-3
 """Between log-probabilities of vLLM's kernels and of torch's, both in float32."""
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch, local_ray(HERE):
-        patch.syspath_prepend(str(HERE))
-        yield
 
 
 def main_of(model: Path, run_dir: Path) -> FullyAsyncMain:
@@ -47,7 +38,7 @@ def main_of(model: Path, run_dir: Path) -> FullyAsyncMain:
             "model": {"path": str(model)},
             "rollout": {"engine": "vllm", "device": "cpu", "n": SAMPLES, "max_new_tokens": 12, "vllm": EAGER},
             "trainer": {"total_steps": STEPS, "groups_per_step": GROUPS, "save_every_steps": None},
-            "reward": {"function": "scores:even"},
+            "reward": {"function": "user_code:even"},
             "data": {"limit": 128},
             "optimizer": {"lr": 3e-3},
             "eval": {"prompts": 8, "every_steps": None},
