@@ -302,9 +302,8 @@ class RunLock:
 
     def __init__(self, run_dir: Path | str) -> None:
         self._path = Path(run_dir) / LOCK
-        self._file: int | None = None
 
-    def acquire(self) -> None:
+    def __enter__(self) -> Self:
         """Raises `RunLocked` with the name of the process that holds the lock."""
         private_folder(self._path.parent)
         file = open_private(self._path, os.O_RDWR)  # no file object: collecting it would release the lock
@@ -321,19 +320,11 @@ class RunLock:
         os.ftruncate(file, 0)
         os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         self._file = file
-
-    def release(self) -> None:
-        if self._file is not None:
-            os.ftruncate(self._file, 0)
-            os.close(self._file)
-            self._file = None
-
-    def __enter__(self) -> Self:
-        self.acquire()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.release()
+        os.ftruncate(self._file, 0)
+        os.close(self._file)
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
