@@ -1,4 +1,4 @@
-"""Rows come out of every kind of file alike, and a file that is wrong is named with the place where it is."""
+"""Every kind of file gives the same rows, and a damaged file is named with the place of the damage."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_folder_is_read_by_split_in_the_order_of_its_files(tmp_path: Path):
 
 
 class Recorder(ModuleType):
-    """`datasets`, as much of it as is called."""
+    """The part of `datasets` that is used."""
 
     def __init__(self) -> None:
         super().__init__("datasets")
@@ -132,20 +132,21 @@ def test_a_saved_dataset_is_opened_by_datasets(tmp_path: Path, datasets: Recorde
         load_rows(both, split="dev")
 
 
-def test_a_name_that_is_no_file_is_asked_of_the_hub(datasets: Recorder):
+def test_a_name_that_is_no_file_is_loaded_from_the_hub(datasets: Recorder):
     assert load_rows("openai/gsm8k", split="test", name="main", limit=2) == ROWS[:2]
     assert datasets.calls == [("openai/gsm8k", "main", "test")]
     with pytest.raises(DataError, match=r"no file here, and as a dataset on the hub it could not be loaded .*offline"):
         load_rows("nobody/nothing")
 
 
-@pytest.mark.parametrize(("path", "package"), [("a.parquet", "pyarrow"), ("openai/gsm8k", "datasets")])
+@pytest.mark.parametrize(("path", "module"), [("a.parquet", "pyarrow.parquet"), ("openai/gsm8k", "datasets")])
 def test_a_missing_package_is_named_with_the_command_that_installs_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, package: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, module: str
 ):
     write(tmp_path, "a.parquet")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setitem(sys.modules, module, None)
+    package = module.partition(".")[0]
     with pytest.raises(DataError, match=f"need {package}: pip install {package}"):
         load_rows(path)
 
