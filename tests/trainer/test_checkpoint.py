@@ -178,7 +178,7 @@ def test_a_checkpoint_with_a_damaged_file_is_skipped_for_the_previous_one(
     assert f"{path}: {name}: " in caplog.text and said in caplog.text
     with pytest.raises(CheckpointDamaged):
         store.load(path)
-    shown = visible_damage(path, STATE)
+    shown = visible_damage(path)
     assert said in shown or (harm is flip and not shown), "the bytes are not read, only their number"
     assert store.oldest() == (0 if shown else 1)
 
@@ -191,7 +191,7 @@ def test_a_checkpoint_with_a_malformed_or_missing_state_is_skipped_for_the_previ
     state = save(store, 2) / STATE
     state.unlink() if text is None else state.write_text(text)
     assert store.latest() == store.folder / "step_000001"
-    assert visible_damage(state.parent, STATE).startswith(f"{state}: ") and store.oldest() == 0
+    assert visible_damage(state.parent).startswith(f"{state}: ") and store.oldest() == 0
 
 
 @pytest.mark.parametrize(

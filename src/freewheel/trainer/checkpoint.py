@@ -168,7 +168,7 @@ class CheckpointStore:
         for saved, path in self._saved():
             if whole >= self._keep_last or saved > step:
                 shutil.rmtree(path, ignore_errors=True)
-            elif path.suffix != REPLACED and _looks_whole(path):
+            elif path.suffix != REPLACED and not visible_damage(path):
                 whole += 1
 
     # -- reading ------------------------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ class CheckpointStore:
         That is the start of the run until two checkpoints (or as many as are kept) exist: if the only checkpoint is
         damaged, the run must be able to start again.
         """
-        whole = [step for step, path in self._saved() if path.suffix != REPLACED and _looks_whole(path)]
+        whole = [step for step, path in self._saved() if path.suffix != REPLACED and not visible_damage(path)]
         return min(whole) if len(whole) >= min(self._keep_last, FALLBACKS) else 0
 
     def _best_score(self) -> float:
@@ -226,7 +226,7 @@ class CheckpointStore:
 
 def has_checkpoint(run_dir: Path) -> bool:
     """Return whether a run has a checkpoint to resume from. Does not read its files through."""
-    return any(_looks_whole(path) for paths in saved_steps(run_dir).values() for path in paths)
+    return any(not visible_damage(path) for paths in saved_steps(run_dir).values() for path in paths)
 
 
 # -- a run's checkpoints ----------------------------------------------------------------------------------------------
@@ -364,13 +364,13 @@ def read_state(folder: Path, name: str) -> dict[str, Any]:
     return dict(state)
 
 
-def visible_damage(folder: Path, name: str) -> str:
-    """Describe damage that shows without reading files through, which takes a minute for a large model.
+def visible_damage(folder: Path) -> str:
+    """Describe damage of a checkpoint that shows without reading files through, which takes a minute for a large model.
 
     Returns an empty string if there is none.
     """
     try:
-        files = read_state(folder, name)["files"]
+        files = read_state(folder, STATE)["files"]
     except CheckpointDamaged as error:
         return str(error)
     return _find_damage(folder, files, lambda path: {"bytes": path.stat().st_size})
@@ -394,10 +394,6 @@ def _find_damage(
         if found.get("crc32", written["crc32"]) != written["crc32"]:
             return f"{name}: its checksum does not match"
     return ""
-
-
-def _looks_whole(folder: Path) -> bool:
-    return not visible_damage(folder, STATE)
 
 
 def _checksum(state: Mapping[str, Any]) -> int:
