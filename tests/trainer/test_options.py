@@ -8,8 +8,10 @@ import msgspec
 import pytest
 
 from freewheel.errors import ConfigError
+from freewheel.trainer import options
 from freewheel.trainer.options import AlgorithmConfig, LoraConfig, OptimizerConfig, describe
 from freewheel.trainer.torch_backend import lr_factor
+from freewheel.utils.registry import Registry
 
 BATCH_BASELINE = {"name": "reinforce_pp", "baseline": "batch"}
 
@@ -95,7 +97,13 @@ def test_a_combination_of_settings_is_described(settings, wanted) -> None:
     assert ("nothing is clipped" in said) is (settings == {"proximal": "recomputed"}), "only with one update per batch"
 
 
-def test_a_name_is_a_preset_of_estimator_and_loss_and_a_key_of_its_own_wins() -> None:
+def test_another_registered_loss_is_described_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = Registry({"ppo_clip": "m:ppo_clip", "cispo": "freewheel.trainer.losses:ppo_clip"}, example="m:loss")
+    monkeypatch.setattr(options, "LOSSES", losses)
+    assert "the loss is cispo, averaged over tokens" in describe(AlgorithmConfig(loss="cispo"))
+
+
+def test_a_name_is_a_preset_of_estimator_and_loss_and_separate_keys_win() -> None:
     presets = {"grpo": "grpo", "ppo": "gae", "rloo": "rloo", "reinforce_pp": "reinforce_pp"}
     for name, estimator in presets.items():
         config = AlgorithmConfig(name=name)  # type: ignore[arg-type]
