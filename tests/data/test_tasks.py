@@ -220,16 +220,21 @@ def test_rows_are_the_same_each_time_and_limited_on_request():
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_every_solution_is_right_and_fits(split: str, tokenizer: PreTrainedTokenizerFast):
+def test_every_solution_is_right_and_fits_and_the_tokenizer_knows_all_words(
+    split: str, tokenizer: PreTrainedTokenizerFast
+):
     task = get_task("word_problems")
     for row in load(split):
         solution = row["extra_info"]["answer"]
         steps, _, answer = solution.partition("#")
         assert all(eval(left) == int(right) for left, right in (step.split("=") for step in steps.split(";")))
+        assert answer == row["reward_model"]["ground_truth"]
         assert task.score(solution, row).value == 1.0  # type: ignore[union-attr]
         assert rule_score(row["data_source"], solution, answer).value == 1.0, "reward managers know the rule"
-        tokens = tokenizer(solution + tokenizer.eos_token)["input_ids"]
-        assert len(tokens) <= task.max_new_tokens and answer == row["reward_model"]["ground_truth"]
+        for text in (row["prompt"], solution + tokenizer.eos_token):
+            tokens = tokenizer(text)["input_ids"]
+            assert tokenizer.unk_token_id not in tokens and tokenizer.decode(tokens) == text
+        assert len(tokens) <= task.max_new_tokens
 
 
 @pytest.mark.parametrize(
@@ -258,22 +263,13 @@ def test_only_one_number_after_one_mark_is_rewarded(response: str, value: float)
     assert task.score(response, row, finish="length").value == 0.0  # type: ignore[union-attr]  # cut off
 
 
-def test_the_tokenizer_knows_every_word_and_gives_it_back(tokenizer: PreTrainedTokenizerFast):
-    assert len(tokenizer) == 61 and tokenizer.padding_side == "left"
-    for row in [*load("train"), *load("test")]:
-        for text in (row["prompt"], row["extra_info"]["answer"]):
-            tokens = tokenizer(text)["input_ids"]
-            assert tokenizer.unk_token_id not in tokens
-            assert tokenizer.decode(tokens) == text
-    assert tokenizer.decode([]) == "" and tokenizer.decode([tokenizer.eos_token_id], skip_special_tokens=True) == ""
-
-
 def test_the_base_model_is_small_guesses_and_can_do_better(tokenizer: PreTrainedTokenizerFast):
     """A demonstration of learning needs little reward by greedy decoding, and some by sampling to start with."""
     model = AutoModelForCausalLM.from_pretrained(model_path())
     assert model.config.model_type == "llama" and model.dtype == torch.float32
     assert sum(file.stat().st_size for file in model_path().iterdir()) < 600_000
     assert model.generation_config.eos_token_id == 1 and model.generation_config.pad_token_id == 0
+    assert tokenizer.padding_side == "left"
     task, rows = get_task("word_problems"), load("test")
     batch = tokenizer([row["prompt"] for row in rows], padding=True, return_tensors="pt")
     inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
