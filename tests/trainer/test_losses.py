@@ -17,7 +17,6 @@ from freewheel.trainer.losses import (
     Tally,
     apply_loss,
     check_loss,
-    importance_weights,
     ppo_clip,
     token_weights,
     value_loss,
@@ -85,6 +84,16 @@ CASES: dict[str, tuple[list[float], dict[str, Any], dict[str, Any], float, list[
         [0.5, 0.8, 0.2, 0.1], {"importance": "token_mask", "importance_cap": 1.5, "importance_floor": 0.3}, {},
         -(1 + 0.4) / 4, None,
     ),
+    "weights of whole responses, 2 · 0.5 · 1.5 and 2 → 1.75": (
+        [0.8, 0.2, 0.6, 0.8],
+        {"proximal": "recomputed", "importance": "sequence_truncate", "importance_cap": 1.75},
+        {"behaviour": log(0.4, 0.4, 0.4, 0.4)}, -(3 * 1.5 + 1.75 * -2) / 4, None,
+    ),
+    "a mask leaves out the second of these responses": (
+        [0.8, 0.2, 0.6, 0.8],
+        {"proximal": "recomputed", "importance": "sequence_mask", "importance_cap": 1.75},
+        {"behaviour": log(0.4, 0.4, 0.4, 0.4)}, -3 * 1.5 / 4, None,
+    ),
     "k3 is added to the loss": (
         [0.5] * 4, {"kl_coef": 0.1}, {"reference": log(0.25, 0.5, 0.5, 0.5), "advantages": EVEN},
         0.1 * (0.5 - math.log(0.5) - 1) / 4, None,
@@ -124,22 +133,6 @@ def test_the_policy_loss_is_worked_out_by_hand(probabilities, settings, given, w
 )
 def test_the_aggregation_decides_how_much_a_token_counts(aggregation, constant, wanted) -> None:
     assert token_weights(np.array([3, 1]), aggregation, constant) == pytest.approx(wanted)
-
-
-@pytest.mark.parametrize(
-    ("kind", "floor", "wanted"),
-    [
-        ("none", 0.0, [3, 0.5, 1, 4]),
-        ("token_truncate", 0.0, [2, 0.5, 1, 2]),
-        ("token_mask", 0.0, [0, 0.5, 1, 0]),
-        ("token_mask", 0.6, [0, 0, 1, 0]),
-        ("sequence_truncate", 0.0, [1.5, 1.5, 1.5, 2]),
-        ("sequence_mask", 0.0, [1.5, 1.5, 1.5, 0]),
-    ],
-)
-def test_importance_weights_are_truncated_or_masked_by_token_or_by_response(kind, floor, wanted) -> None:
-    found = importance_weights(log(3, 0.5, 1, 4), RESPONSE, 2, kind, cap=2.0, floor=floor)
-    assert found.tolist() == pytest.approx(wanted)
 
 
 def test_the_value_loss_takes_the_worse_of_the_clipped_and_the_free_value() -> None:

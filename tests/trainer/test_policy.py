@@ -109,11 +109,15 @@ def assert_same_gradients(policy: Policy, wanted: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name], tensor, atol=1e-4, rtol=1e-4)
 
 
-def test_logits_in_parts_and_activation_checkpointing_give_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, wanted = learn(make_policy(), [LONG_BATCH])
-    assert_same_gradients(make_policy(activation_checkpointing=True), wanted)
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)])
+def test_logits_in_parts_and_activation_checkpointing_give_the_same_gradients(
+    monkeypatch: pytest.MonkeyPatch, lora: LoraConfig | None
+) -> None:
+    _, wanted = learn(changed(make_policy(lora=lora)), [LONG_BATCH])
+    assert all(bool(gradient.any()) and ("lora_" in name) is (lora is not None) for name, gradient in wanted.items())
+    assert_same_gradients(changed(make_policy(lora=lora, activation_checkpointing=True)), wanted)
     monkeypatch.setattr(head_module, "LOGITS_AT_A_TIME", 100)
-    assert_same_gradients(make_policy(), wanted)
+    assert_same_gradients(changed(make_policy(lora=lora)), wanted)
 
 
 def test_dropout_is_off() -> None:
@@ -146,13 +150,6 @@ def test_the_weights_load_into_a_plain_model_with_the_same_results(name, lora) -
     plain.load_state_dict(weights, strict=False)
     assert any(not torch.equal(one, before[name]) for name, one in weights.items())
     assert_same(BATCH, logprobs(policy, BATCH), by_the_model(plain), tolerance=1e-4 if lora else 1e-5)
-
-
-def test_adapters_with_activation_checkpointing_get_gradients() -> None:
-    adapters = LoraConfig(rank=2)
-    _, wanted = learn(changed(make_policy(lora=adapters)), [LONG_BATCH])
-    assert wanted and all("lora_" in name and bool(gradient.any()) for name, gradient in wanted.items())
-    assert_same_gradients(changed(make_policy(lora=adapters, activation_checkpointing=True)), wanted)
 
 
 def test_adapters_without_peft_are_an_error_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
