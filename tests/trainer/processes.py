@@ -210,7 +210,7 @@ def refused(world: World, files: list[str]) -> str:
 
 
 def seen_by_rank_0_only(world: World, files: list[str]) -> str:
-    return refused(world, files if world.leads else [f"{file}.elsewhere" for file in files])
+    return refused(world, [f"{file}.elsewhere" for file in files] if world.rank else files)
 
 
 def write_during_steps(world: World, groups: list[PromptGroup], folder: str) -> tuple[Arrays, Arrays]:

