@@ -313,7 +313,7 @@ def test_a_kill_before_any_change_to_the_disk_leaves_a_whole_checkpoint(tmp_path
 
 
 KILLED_AT_RANDOM = """
-    import os, random, signal, sys, time
+    import itertools, os, random, signal, sys, time
     import torch
     from freewheel.trainer.checkpoint import CheckpointStore
     from freewheel.trainer.sharded_checkpoint import read_rows, write_rows
@@ -334,23 +334,25 @@ KILLED_AT_RANDOM = """
 
     save(0)
     for _ in range(rounds):
-        before = store.load(store.latest()).step
+        before, saved = store.load(store.latest()).step, draw.choice([0, 1])
+        reader, writer = os.pipe()
         child = os.fork()
         if child == 0:
-            step = before
-            while True:
-                step += draw.choice([0, 1])  # now and then the same step again
+            for step in itertools.count(before + 1):
                 save(step)
-        time.sleep(draw.uniform(0.0, 0.08))
+                os.write(writer, b".")
+                save(step)  # the same step again
+        os.close(writer)
+        os.read(reader, saved)  # wait for the child's first save, or do not wait
+        time.sleep(draw.uniform(0.0, 0.03))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        draw.random()
+        os.close(reader)
         store = CheckpointStore(run_dir, keep_last=2)
         found = store.load(store.latest())
-        assert found.step >= before, (found.step, before)
+        assert found.step >= before + saved, (found.step, before, saved)
         for tensor in read_rows(found.tensor_files()).values():
             assert (tensor == found.step).all()
-    assert store.load(store.latest()).step > 0, "nothing was saved between the kills"
 """
 
 
