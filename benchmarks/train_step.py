@@ -46,7 +46,7 @@ from freewheel.data.group import Prompt, PromptGroup, Response, Ticket
 from freewheel.judge.verdict import Scored
 from freewheel.trainer.advantages import estimate
 from freewheel.trainer.batching import MicroBatch, Sample, micro_batches, mini_batches
-from freewheel.trainer.losses import LossInputs, apply_loss, ppo_clip
+from freewheel.trainer.losses import apply_loss, ppo_clip
 from freewheel.trainer.options import AlgorithmConfig, OptimizerConfig
 from freewheel.trainer.torch_backend import Optimizer, TorchBackend
 
@@ -178,19 +178,8 @@ class Plain:
         return logp[batch.positions]
 
     def step(self) -> float:
-        b = self.batch
-        logp = self.logp(b)
-        inputs = LossInputs(
-            logprobs=logp,
-            entropy=torch.zeros_like(logp),
-            behaviour=b.behaviour,
-            advantages=b.advantages,
-            weights=b.weights,
-            response=b.sequence,
-            n_responses=b.n_sequences,
-            tokens=b.targets,
-            settings=AlgorithmConfig(),
-        )
+        logp = self.logp(self.batch)
+        inputs = self.batch.loss_inputs(logp, torch.zeros_like(logp), AlgorithmConfig())
         loss, tally = apply_loss(ppo_clip, inputs)
         loss.backward()  # type: ignore[no-untyped-call]
         norm, _ = self.optimizer.step(LR, loss.detach())

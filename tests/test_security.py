@@ -119,7 +119,7 @@ def test_a_link_in_a_run_directory_is_not_written_through(tmp_path: Path):
         "fully_async_training.log": lambda: attach_log(run_dir, "main"),
         "metrics.jsonl": lambda: Recorder(run_dir=run_dir),
         "wandb_run_id": lambda: _kept_id(run_dir / "wandb_run_id"),
-        "run.lock": lambda: RunLock(run_dir).acquire(),
+        "run.lock": lambda: RunLock(run_dir).__enter__(),
     }.items():
         mine.write_text("ssh-ed25519 AAAA\nhalf a line")
         (run_dir / name).symlink_to(mine)

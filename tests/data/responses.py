@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,16 +13,24 @@ from freewheel.judge.verdict import Failed, Scored
 
 
 def response(
-    tokens: list[int], *, version: int = 3, mask: list[int] | None = None, value: float = 1.0, verdict: Any = None
+    tokens: Sequence[int],
+    *,
+    value: float = 1.0,
+    logprobs: Sequence[float] | float | None = None,
+    mask: Sequence[int] | None = None,
+    version: int = 3,
+    finish: Any = "stop",
+    verdict: Any = None,
 ) -> Response:
-    """The log-probabilities are -1, -2, …; a value of NaN is a failure."""
-    made = np.array(mask or [1] * len(tokens), np.uint8)
+    """`value`: the reward; NaN is a failure. `logprobs`: by default -1, -2, …"""
+    made = np.array([1] * len(tokens) if mask is None else mask, np.uint8)
+    given = -np.arange(1, len(tokens) + 1) if logprobs is None else np.asarray(logprobs)
     return Response(
         tokens=np.array(tokens, np.int32),
-        logprobs=np.where(made, -np.arange(1, len(tokens) + 1), 0).astype(np.float32),
+        logprobs=np.where(made, given, 0).astype(np.float32),
         versions=np.where(made, version, NO_VERSION).astype(np.int32),
         mask=made,
-        finish="stop",
+        finish=finish,
         verdict=verdict or (Failed("test") if math.isnan(value) else Scored(value)),
         reward=value,
         raw_reward=value,

@@ -1,4 +1,4 @@
-"""Tasks: what they load, how it reads as tokens, and which responses they pay for."""
+"""Tasks: the rows they load, the tokens of their prompts, and the responses they reward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from freewheel.data.group import Prompt
-from freewheel.data.prompts import PLAIN, Rendering, conversation, render, render_rows
+from freewheel.data.prompts import PLAIN, Rendering, render, render_rows
 from freewheel.data.tasks import TASKS, get_task
 from freewheel.data.tasks.gsm8k import INSTRUCTION
 from freewheel.data.tasks.word_problems import SPLITS, TEMPLATES, WordProblems, model_path, problems
@@ -74,6 +74,7 @@ TURNS = [{"role": role, "content": role[0]} for role in ("user", "assistant", "u
         (SYSTEM, CHATML, BRIEF, "[system]Be brief.[user]Hi[assistant]"),
         (SYSTEM, CHATML, PLAIN, "[system]Be long.[user]Hi[assistant]"),
         (TURNS, CHATML, PLAIN, "[user]u[assistant]a[user]u[assistant]"),
+        (np.array(TURNS, dtype=object), CHATML, PLAIN, "[user]u[assistant]a[user]u[assistant]"),  # from pandas
     ],
 )
 def test_a_prompt_is_text_or_messages_with_or_without_a_chat_template(
@@ -84,23 +85,31 @@ def test_a_prompt_is_text_or_messages_with_or_without_a_chat_template(
     assert found.row == {"index": 3}, "the text is in the tokens"
 
 
-def test_turns_and_required_templates_need_a_tokenizer_with_a_template():
-    with pytest.raises(ConfigError, match=r"data\.chat_template = 'on': this tokenizer has none"):
-        render({"question": "Hi"}, Letters(), Rendering(chat_template="on"))
-    with pytest.raises(DataError, match="only a chat template can mark who speaks"):
-        render({"prompt": TURNS}, Letters())
+@pytest.mark.parametrize(
+    ("row", "rendering", "error", "said"),
+    [
+        (
+            {"question": "Hi"},
+            Rendering(chat_template="on"),
+            ConfigError,
+            r"data\.chat_template = 'on': this tokenizer has",
+        ),
+        ({"prompt": TURNS}, PLAIN, DataError, "only a chat template can mark who speaks"),
+        ({"text": "Hi"}, PLAIN, DataError, r"no prompt, messages or question: its keys are \['text'\]"),
+        ({"prompt": []}, PLAIN, DataError, "give text, or a list of messages with role and content"),
+        ({"prompt": [{"role": "user"}]}, PLAIN, DataError, "give text, or a list of messages"),
+        ({"prompt": ["Hi"]}, PLAIN, DataError, "give text, or a list of messages"),
+        ({"prompt": 3}, PLAIN, DataError, "give text, or a list of messages"),
+    ],
+)
+def test_a_row_that_cannot_be_rendered_is_refused(row, rendering, error, said):
+    with pytest.raises(error, match=said):
+        render(row, Letters(), rendering)
 
 
-def test_rows_that_hold_no_prompt_are_refused_with_what_they_hold():
-    with pytest.raises(DataError, match=r"no prompt, messages or question: its keys are \['text'\]"):
-        conversation({"text": "Hi"})
-    for wrong in (3, [], [{"role": "user"}], ["Hi"]):
-        with pytest.raises(DataError, match="give text, or a list of messages with role and content"):
-            conversation({"prompt": wrong})
-    messages = np.array([{"role": "user", "content": "Hi"}], dtype=object)  # as pandas gives a Parquet file's
-    assert conversation({"prompt": messages}) == [{"role": "user", "content": "Hi"}]
+def test_a_prompt_without_tokens_is_refused(tokenizer: PreTrainedTokenizerFast):
     with pytest.raises(DataError, match="has no tokens"):
-        render({"prompt": ""}, AutoTokenizer.from_pretrained(model_path()))
+        render({"prompt": ""}, tokenizer)
 
 
 def rendered(*texts: str, **options: Any) -> list[str]:
@@ -132,20 +141,7 @@ def load_file(task: str, folder: Path, *rows: Any) -> list[Any]:
     return list(get_task(task).load("train", path))
 
 
-def test_gsm8k_reads_the_published_files(tmp_path: Path):
-    rows = load_file("gsm8k", tmp_path, NATALIA, WENG)
-    assert rows[0] == {
-        "data_source": "openai/gsm8k",
-        "ability": "math",
-        "index": 0,
-        "prompt": f"{NATALIA['question']} {INSTRUCTION}",
-        "reward_model": {"ground_truth": "72", "style": "rule"},
-        "extra_info": {**NATALIA, "index": 0, "split": "train"},
-    }
-    assert rows[1]["reward_model"]["ground_truth"] == "2000"
-
-
-def test_gsm8k_reads_what_verl_prepared(tmp_path: Path):
+def test_gsm8k_reads_the_published_files_and_those_that_verl_prepared(tmp_path: Path):
     prepared = {
         "data_source": "openai/gsm8k",
         "prompt": [{"role": "user", "content": "Natalia …"}],
@@ -153,9 +149,15 @@ def test_gsm8k_reads_what_verl_prepared(tmp_path: Path):
         "reward_model": {"style": "rule", "ground_truth": "72"},
         "extra_info": {"split": "test", "index": 17, **NATALIA},
     }
-    (row,) = load_file("gsm8k", tmp_path, prepared)
-    assert row == prepared | {"index": 0}
-    assert text_of(get_task("gsm8k").render(row, Letters(CHATML))) == "[user]Natalia …[assistant]"
+    natalia, weng, verls = load_file("gsm8k", tmp_path, NATALIA, WENG, prepared)
+    assert natalia == prepared | {
+        "index": 0,
+        "prompt": f"{NATALIA['question']} {INSTRUCTION}",
+        "extra_info": {**NATALIA, "index": 0, "split": "train"},
+    }
+    assert weng["reward_model"]["ground_truth"] == "2000"
+    assert verls == prepared | {"index": 2}
+    assert text_of(get_task("gsm8k").render(verls, Letters(CHATML))) == "[user]Natalia …[assistant]"
 
 
 @pytest.mark.parametrize(
@@ -208,7 +210,7 @@ def load(split: str) -> list[Any]:
     return list(get_task("word_problems").load(split))
 
 
-def test_rows_are_the_same_each_time_and_as_many_as_asked_for():
+def test_rows_are_the_same_each_time_and_limited_on_request():
     assert load("train") == load("train")
     assert get_task("word_problems").load("train", limit=5) == load("train")[:5]
     with pytest.raises(ConfigError, match="split = 'dev': word_problems has train and test"):
@@ -218,16 +220,21 @@ def test_rows_are_the_same_each_time_and_as_many_as_asked_for():
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_every_solution_is_right_and_fits(split: str, tokenizer: PreTrainedTokenizerFast):
+def test_every_solution_is_right_and_fits_and_the_tokenizer_knows_all_words(
+    split: str, tokenizer: PreTrainedTokenizerFast
+):
     task = get_task("word_problems")
     for row in load(split):
         solution = row["extra_info"]["answer"]
         steps, _, answer = solution.partition("#")
         assert all(eval(left) == int(right) for left, right in (step.split("=") for step in steps.split(";")))
+        assert answer == row["reward_model"]["ground_truth"]
         assert task.score(solution, row).value == 1.0  # type: ignore[union-attr]
         assert rule_score(row["data_source"], solution, answer).value == 1.0, "reward managers know the rule"
-        tokens = tokenizer(solution + tokenizer.eos_token)["input_ids"]
-        assert len(tokens) <= task.max_new_tokens and answer == row["reward_model"]["ground_truth"]
+        for text in (row["prompt"], solution + tokenizer.eos_token):
+            tokens = tokenizer(text)["input_ids"]
+            assert tokenizer.unk_token_id not in tokens and tokenizer.decode(tokens) == text
+        assert len(tokens) <= task.max_new_tokens
 
 
 @pytest.mark.parametrize(
@@ -249,34 +256,20 @@ def test_every_solution_is_right_and_fits(split: str, tokenizer: PreTrainedToken
         ("", 0.0),
     ],
 )
-def test_only_one_number_after_one_mark_is_paid_for(response: str, value: float):
+def test_only_one_number_after_one_mark_is_rewarded(response: str, value: float):
     task = get_task("word_problems")
     row = {"reward_model": {"ground_truth": "16"}}
     assert task.score(response, row).value == value  # type: ignore[union-attr]
-    assert task.score(response, row, finish="length").value == 0.0  # type: ignore[union-attr]  # not said to its end
+    assert task.score(response, row, finish="length").value == 0.0  # type: ignore[union-attr]  # cut off
 
 
-def test_the_tokenizer_knows_every_word_and_gives_it_back(tokenizer: PreTrainedTokenizerFast):
-    assert len(tokenizer) == 61 and tokenizer.padding_side == "left"
-    for row in [*load("train"), *load("test")]:
-        for text in (row["prompt"], row["extra_info"]["answer"]):
-            tokens = tokenizer(text)["input_ids"]
-            assert tokenizer.unk_token_id not in tokens
-            assert tokenizer.decode(tokens) == text
-    assert tokenizer.decode([]) == "" and tokenizer.decode([tokenizer.eos_token_id], skip_special_tokens=True) == ""
-
-
-def test_the_base_is_small_and_opens_without_a_network():
+def test_the_base_model_is_small_guesses_and_can_do_better(tokenizer: PreTrainedTokenizerFast):
+    """A demonstration of learning needs little reward by greedy decoding, and some by sampling to start with."""
     model = AutoModelForCausalLM.from_pretrained(model_path())
     assert model.config.model_type == "llama" and model.dtype == torch.float32
-    assert 130_000 < sum(parameter.numel() for parameter in model.parameters()) < 140_000
     assert sum(file.stat().st_size for file in model_path().iterdir()) < 600_000
     assert model.generation_config.eos_token_id == 1 and model.generation_config.pad_token_id == 0
-
-
-def test_the_base_guesses_and_can_do_better(tokenizer: PreTrainedTokenizerFast):
-    """What a demonstration of learning needs: little by greedy decoding, enough reward by sampling to begin with."""
-    model = AutoModelForCausalLM.from_pretrained(model_path())
+    assert tokenizer.padding_side == "left"
     task, rows = get_task("word_problems"), load("test")
     batch = tokenizer([row["prompt"] for row in rows], padding=True, return_tensors="pt")
     inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
@@ -302,15 +295,13 @@ def test_a_task_is_found_by_its_name_or_as_an_object_or_a_class(monkeypatch: pyt
     assert isinstance(get_task("my_tasks:Mine"), WordProblems)
     with pytest.raises(ConfigError, match="a task needs name, max_new_tokens, stop, load, render, score"):
         get_task("my_tasks:half")
-    with pytest.raises(ConfigError, match="the module my_tasks has no other"):
-        get_task("my_tasks:other")
-
-
-def test_a_name_that_leads_nowhere_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ConfigError, match=r"data\.task = 'gsm9k': choose word_problems, gsm8k, rows, or give module"):
         get_task("gsm9k")
-    with pytest.raises(ConfigError, match="there is no module no_such_module"):
-        get_task("no_such_module:task")
+
+
+def test_a_task_whose_module_cannot_be_imported_is_refused_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     (tmp_path / "needs_more.py").write_text("import no_such_dependency\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match=r"importing needs_more failed: No module named 'no_such_dependency'"):

@@ -3,44 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from freewheel.data.group import Prompt, PromptGroup, Response, Ticket
-from freewheel.judge.verdict import Failed, Scored
 from freewheel.trainer.advantages import AdvantageInputs
 from freewheel.trainer.batching import MicroBatch, Sample, micro_batches, mini_batches
 from freewheel.trainer.losses import LossInputs, LossOutputs
 from freewheel.trainer.options import AlgorithmConfig
+
+from ..data.responses import response
 
 torch.set_num_threads(1)  # with two, two busy cores take up to ten times as long
 
 VOCABULARY = 23
 
 
-def make_response(
-    tokens: Sequence[int],
-    *,
-    value: float,
-    logprobs: Sequence[float] | float = -3.0,
-    mask: Sequence[int] | None = None,
-    version: int = 0,
-    finish: Any = "stop",
-) -> Response:
-    made = np.ones(len(tokens), np.uint8) if mask is None else np.array(mask, np.uint8)
-    given = np.broadcast_to(np.asarray(logprobs, np.float32), len(tokens))
-    return Response(
-        tokens=np.array(tokens, np.int32),
-        logprobs=np.where(made != 0, given, 0).astype(np.float32),
-        versions=np.where(made != 0, version, -1).astype(np.int32),
-        mask=made,
-        finish=finish,
-        verdict=Failed("test") if np.isnan(value) else Scored(value),
-        reward=value,
-        raw_reward=value,
-    )
+make_response = partial(response, logprobs=-3.0, version=0)
 
 
 def make_group(ordinal: int, responses: Sequence[Response], prompt: Sequence[int] = (1, 2, 3)) -> PromptGroup:

@@ -14,16 +14,18 @@ from hypothesis import strategies as st
 from freewheel.data.group import PromptGroup
 from freewheel.trainer.batching import (
     MULTIPLE,
+    PIECES,
     MicroBatch,
     Sample,
     micro_batches,
     mini_batches,
     packed_batches,
     row_length,
+    share_out,
 )
 from freewheel.trainer.options import AlgorithmConfig
 
-from .groups import batch_of, make_group, make_response, random_group, samples_of
+from .groups import make_group, make_response, random_group, samples_of
 
 NAN = float("nan")
 ALWAYS = 1e9
@@ -33,6 +35,16 @@ def batches_of(samples: list[Sample], budget: int, *, packed: bool, share: float
     if packed:
         return packed_batches(samples, budget, share=share is not None)
     return micro_batches(samples, budget, share)
+
+
+def samples_of_sizes(sizes: list[tuple[int, list[int]]]) -> list[Sample]:
+    """Of each group: the length of its prompt and those of its responses."""
+    return samples_of(
+        [
+            make_group(ordinal, [make_response([5] * n, value=1.0) for n in lengths], prompt=[1] * n_prompt)
+            for ordinal, (n_prompt, lengths) in enumerate(sizes)
+        ]
+    )
 
 
 def seen_by(batch: MicroBatch) -> list[list[int]]:
@@ -99,28 +111,26 @@ def test_every_token_of_a_scored_response_is_predicted_once_from_its_prompt_and_
 
 
 def test_prompts_are_shared_only_where_that_is_cheaper() -> None:
-    long_prompt = make_group(0, [make_response([5, 6], value=1.0)] * 4, prompt=[1] * 50)
-    long_responses = make_group(1, [make_response([5] * 50, value=1.0)] * 4, prompt=[1])
-    assert [len(batch_of([group], 60.0).inputs["input_ids"]) for group in (long_prompt, long_responses)] == [1, 4]
+    for size, rows in (((50, [2] * 4), 1), ((1, [50] * 4), 4)):
+        (batch,) = micro_batches(samples_of_sizes([size]), 10_000, 60.0)
+        assert len(batch.inputs["input_ids"]) == rows
 
 
 def test_similar_lengths_are_batched_together_longest_first() -> None:
-    lengths = [3, 17, 4, 16, 3, 18]
-    groups = [make_group(i, [make_response([5] * n, value=1.0)], prompt=[1, 2]) for i, n in enumerate(lengths)]
-    found = [batch.inputs["input_ids"].shape for batch in micro_batches(samples_of(groups), 60)]
+    samples = samples_of_sizes([(2, [n]) for n in (3, 17, 4, 16, 3, 18)])
+    found = [batch.inputs["input_ids"].shape for batch in micro_batches(samples, 60)]
     assert [tuple(shape) for shape in found] == [(3, 20), (3, 6)]
 
 
 @pytest.mark.parametrize(
-    ("groups", "prompt", "budget", "sizes"), [(5, 56, 768, [768, 512]), (1, 228, 640, [640, 640])], ids=str
+    ("groups", "budget", "wanted"),
+    [([(56, [100] * 2)] * 5, 768, [768, 512]), ([(228, [100] * 8)], 640, [640, 640])],
+    ids=["whole groups", "a group that does not fit"],
 )
-def test_packed_rows_are_as_equal_as_possible_and_split_a_group_that_does_not_fit(
-    groups, prompt, budget, sizes
-) -> None:
-    responses = [make_response([5] * 100, value=1.0)] * (2 if groups > 1 else 8)
-    samples = samples_of([make_group(ordinal, responses, prompt=[1] * prompt) for ordinal in range(groups)])
+def test_packed_rows_are_as_equal_as_possible_and_split_a_group_that_does_not_fit(groups, budget, wanted) -> None:
+    samples = samples_of_sizes(groups)
     batches = packed_batches(samples, budget, share=True)
-    assert [batch.inputs["input_ids"].numel() for batch in batches] == sizes
+    assert [batch.inputs["input_ids"].numel() for batch in batches] == wanted
     assert sum(batch.n_sequences for batch in batches) == len(samples)
 
 
@@ -160,3 +170,28 @@ def test_mini_batches_hold_whole_groups_and_none_is_empty() -> None:
 
     assert deal([random_group(ordinal) for ordinal in range(5)], 2) == [{0, 2, 4}, {1, 3}]
     assert deal([random_group(0), make_group(1, [make_response([5], value=NAN)])], 4) == [{0}]
+
+
+def cost(samples: list[Sample]) -> int:
+    return sum(row_length([sample]) for sample in samples)
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 50), st.lists(st.integers(1, 200), min_size=1, max_size=8)), max_size=12),
+    n_ranks=st.integers(1, 9),
+)
+def test_every_sample_has_one_rank_and_shares_are_even_to_within_a_piece(sizes, n_ranks) -> None:
+    samples = samples_of_sizes(sizes)
+    shares = share_out(samples, n_ranks)
+    assert len(shares) == n_ranks
+    assert sorted(sample.key for share in shares for sample in share) == [sample.key for sample in samples]
+    assert all(share == sorted(share, key=lambda sample: sample.key) for share in shares)
+    costs = [cost(share) for share in shares]
+    longest = max([cost([sample]) for sample in samples], default=0)
+    assert max(costs) - min(costs) <= max(longest, cost(samples) // (PIECES * n_ranks))
+
+
+@pytest.mark.parametrize("n_ranks", [2, 8])
+def test_ranks_get_whole_groups_if_there_are_enough_of_them(n_ranks: int) -> None:
+    shares = share_out(samples_of_sizes([(100, [10] * 8)] * 32), n_ranks)
+    assert sum(len({sample.key[0] for sample in share}) for share in shares) == 32

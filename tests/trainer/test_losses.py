@@ -17,8 +17,6 @@ from freewheel.trainer.losses import (
     Tally,
     apply_loss,
     check_loss,
-    clipped_surrogate,
-    importance_weights,
     ppo_clip,
     token_weights,
     value_loss,
@@ -59,6 +57,13 @@ CASES: dict[str, tuple[list[float], dict[str, Any], dict[str, Any], float, list[
         [0.5, 0.8, 0.2, 0.1], {}, {}, -(1 + 1.28 + 0.4 + 0.8 * -2) / 4, [-0.25, 0, -0.1, 0],
     ),
     "on policy, REINFORCE": ([0.5] * 4, {}, {}, -(1 + 1 + 1 - 2) / 4, [-0.25, -0.25, -0.25, 0.5]),
+    "at a negative advantage nothing bounds a ratio of 1.9": (
+        [0.95, 0.5, 0.5, 0.5], {}, {"advantages": tensor(-1, 1, 1, 1)}, -(-1.9 + 3) / 4, [1.9 / 4, -0.25, -0.25, -0.25],
+    ),
+    "dual clip bounds it": (
+        [0.95, 0.5, 0.5, 0.5], {"dual_clip": 1.5}, {"advantages": tensor(-1, 1, 1, 1)}, -(-1.5 + 3) / 4,
+        [0, -0.25, -0.25, -0.25],
+    ),
     "whole responses: ratios 1, 2, 4 have mean 2 → 1.28, and 0.5 → 0.8": (
         [0.2, 0.4, 0.8, 0.1], {"ratio": "sequence", "aggregation": "sequence_mean"},
         {"behaviour": log(0.2, 0.2, 0.2, 0.2), "weights": SIXTHS}, -(1.28 + 0.8 * -2) / 2, None,
@@ -78,6 +83,16 @@ CASES: dict[str, tuple[list[float], dict[str, Any], dict[str, Any], float, list[
     "a mask leaves out the ratios 1.6 and 0.2": (
         [0.5, 0.8, 0.2, 0.1], {"importance": "token_mask", "importance_cap": 1.5, "importance_floor": 0.3}, {},
         -(1 + 0.4) / 4, None,
+    ),
+    "weights of whole responses, 2 · 0.5 · 1.5 and 2 → 1.75": (
+        [0.8, 0.2, 0.6, 0.8],
+        {"proximal": "recomputed", "importance": "sequence_truncate", "importance_cap": 1.75},
+        {"behaviour": log(0.4, 0.4, 0.4, 0.4)}, -(3 * 1.5 + 1.75 * -2) / 4, None,
+    ),
+    "a mask leaves out the second of these responses": (
+        [0.8, 0.2, 0.6, 0.8],
+        {"proximal": "recomputed", "importance": "sequence_mask", "importance_cap": 1.75},
+        {"behaviour": log(0.4, 0.4, 0.4, 0.4)}, -3 * 1.5 / 4, None,
     ),
     "k3 is added to the loss": (
         [0.5] * 4, {"kl_coef": 0.1}, {"reference": log(0.25, 0.5, 0.5, 0.5), "advantages": EVEN},
@@ -118,34 +133,6 @@ def test_the_policy_loss_is_worked_out_by_hand(probabilities, settings, given, w
 )
 def test_the_aggregation_decides_how_much_a_token_counts(aggregation, constant, wanted) -> None:
     assert token_weights(np.array([3, 1]), aggregation, constant) == pytest.approx(wanted)
-
-
-def test_the_surrogate_is_clipped_where_moving_further_would_pay() -> None:
-    ratio, advantages = tensor(1.5, 0.5, 1.5, 0.5, 1.1), tensor(1, 1, -1, -1, 2)
-    found = clipped_surrogate(ratio, advantages, low=0.2, high=0.28)
-    assert found.tolist() == pytest.approx([-1.28, -0.5, 1.5, 0.8, -2.2])
-    ratio, advantages = tensor(10, 2, 10), tensor(-1, -1, 1)
-    found = clipped_surrogate(ratio, advantages, low=0.2, high=0.28, dual=3.0)
-    assert found.tolist() == pytest.approx([3.0, 2.0, -1.28])
-    ratio = tensor(1.5, 0.5, 0.5, 10).requires_grad_()
-    loss = clipped_surrogate(ratio, tensor(1, -1, 1, -1), low=0.2, high=0.28, dual=3.0).sum()
-    assert torch.autograd.grad(loss, ratio)[0].tolist() == [0, 0, -1, 0]
-
-
-@pytest.mark.parametrize(
-    ("kind", "floor", "wanted"),
-    [
-        ("none", 0.0, [3, 0.5, 1, 4]),
-        ("token_truncate", 0.0, [2, 0.5, 1, 2]),
-        ("token_mask", 0.0, [0, 0.5, 1, 0]),
-        ("token_mask", 0.6, [0, 0, 1, 0]),
-        ("sequence_truncate", 0.0, [1.5, 1.5, 1.5, 2]),
-        ("sequence_mask", 0.0, [1.5, 1.5, 1.5, 0]),
-    ],
-)
-def test_importance_weights_are_truncated_or_masked_by_token_or_by_response(kind, floor, wanted) -> None:
-    found = importance_weights(log(3, 0.5, 1, 4), RESPONSE, 2, kind, cap=2.0, floor=floor)
-    assert found.tolist() == pytest.approx(wanted)
 
 
 def test_the_value_loss_takes_the_worse_of_the_clipped_and_the_free_value() -> None:
@@ -202,17 +189,13 @@ def test_a_huge_ratio_stays_finite() -> None:
     assert all(map(math.isfinite, tally.values().values()))
 
 
-def test_a_tally_without_counts_has_no_values() -> None:
-    assert Tally().values() == {}
-    assert Tally(sums={"a": (tensor(0)[0], tensor(0)[0])}).values() == {}
-
-
 # -- the contract of a custom loss ------------------------------------------------------------------------------------
 
 
 def reinforce(given: LossInputs) -> LossOutputs:
     ratio = (given.logprobs.detach() - given.behaviour).exp().clamp(max=2.0)
-    metrics = {"mine/truncated": ((ratio == 2.0).sum(), torch.tensor(len(ratio)))}
+    zero = ratio.new_zeros(())
+    metrics = {"mine/truncated": ((ratio == 2.0).sum(), zero + len(ratio)), "mine/empty": (zero, zero)}
     return LossOutputs(
         loss=-ratio * given.advantages * given.logprobs, metrics=metrics, maxima={"mine/max": ratio.max()}
     )
@@ -226,6 +209,7 @@ def test_a_custom_loss_is_weighted_and_its_metrics_join_the_usual_ones() -> None
     found = tally.values()
     assert (found["mine/truncated"], found["mine/max"]) == (0.5, 2.0)
     assert "actor/kl" in found and "actor/clip_ratio_low" not in found
+    assert "mine/empty" not in found, "a mean over nothing"
 
 
 WRONG: dict[str, tuple[Any, str]] = {

@@ -2,64 +2,62 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
 from freewheel.errors import ConfigError
+from freewheel.trainer import options
 from freewheel.trainer.options import AlgorithmConfig, LoraConfig, OptimizerConfig, describe
 from freewheel.trainer.torch_backend import lr_factor
+from freewheel.utils.registry import Registry
 
 BATCH_BASELINE = {"name": "reinforce_pp", "baseline": "batch"}
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings", "key"),
-    [
-        (AlgorithmConfig, {"name": "dpo"}, "algorithm.name"),
-        (AlgorithmConfig, {"normalise": "zscore"}, "algorithm.normalise"),
-        (AlgorithmConfig, {"name": "rloo", "normalise": "std"}, "algorithm.normalise"),
-        (AlgorithmConfig, {"name": "reinforce_pp", "normalise": "none"}, "algorithm.normalise"),
-        (AlgorithmConfig, {"name": "ppo", "normalise": "std"}, "algorithm.normalise"),
-        (AlgorithmConfig, {"baseline": "batch"}, "algorithm.baseline"),
-        (AlgorithmConfig, {"clip_low": 1.0}, "algorithm.clip_low"),
-        (AlgorithmConfig, {"clip_high": 0}, "algorithm.clip_high"),
-        (AlgorithmConfig, {"dual_clip": 1.1}, "algorithm.dual_clip"),
-        (AlgorithmConfig, {"aggregation": "constant"}, "algorithm.aggregation_tokens"),
-        (AlgorithmConfig, {"aggregation_tokens": 100}, "algorithm.aggregation_tokens"),
-        (AlgorithmConfig, {"name": "ppo", "ratio": "sequence"}, "algorithm.ratio"),
-        (AlgorithmConfig, {"importance": "token_truncate"}, "algorithm.importance"),
-        (AlgorithmConfig, {"importance": "sequence_truncate"}, "algorithm.importance"),
-        (AlgorithmConfig, {"importance_floor": 0.5}, "algorithm.importance_floor"),
-        (AlgorithmConfig, {"importance": "token_mask", "importance_floor": 3.0}, "algorithm.importance_cap"),
-        (AlgorithmConfig, {"name": "ppo", "zero_variance": "drop"}, "algorithm.zero_variance"),
-        (
-            AlgorithmConfig,
-            {"name": "reinforce_pp", "baseline": "batch", "zero_variance": "drop"},
-            "algorithm.zero_variance",
-        ),
-        (AlgorithmConfig, {"gamma": 1.01}, "algorithm.gamma"),
-        (AlgorithmConfig, {"updates_per_batch": 0}, "algorithm.updates_per_batch"),
-        (AlgorithmConfig, {"mini_batches": 1.5}, "algorithm.mini_batches"),
-        (AlgorithmConfig, {"kl_coef": float("nan")}, "algorithm.kl_coef"),
-        (AlgorithmConfig, {"loss": "cispo"}, "algorithm.loss"),
-        (AlgorithmConfig, {"advantage": "ppo"}, "algorithm.advantage"),
-        (AlgorithmConfig, {"advantage": "gae", "normalise": "std"}, "algorithm.normalise"),
-        (AlgorithmConfig, {"advantage": "gae", "ratio": "sequence"}, "algorithm.ratio"),
-        (OptimizerConfig, {"lr": 0}, "optimizer.lr"),
-        (OptimizerConfig, {"lr": "fast"}, "optimizer.lr"),
-        (OptimizerConfig, {"betas": (0.9, 1.0)}, "optimizer.betas"),
-        (OptimizerConfig, {"betas": (0.9,)}, "optimizer.betas"),
-        (OptimizerConfig, {"schedule": "step"}, "optimizer.schedule"),
-        (OptimizerConfig, {"grad_clip": 0}, "optimizer.grad_clip"),
-        (OptimizerConfig, {"min_lr_ratio": 2}, "optimizer.min_lr_ratio"),
-        (OptimizerConfig, {"warmup_steps": -1}, "optimizer.warmup_steps"),
-        (LoraConfig, {"rank": 0}, "model.lora.rank"),
+REFUSED: dict[str, list[dict[str, Any]]] = {
+    "algorithm.name": [{"name": "dpo"}],
+    "algorithm.loss": [{"loss": "cispo"}],
+    "algorithm.advantage": [{"advantage": "ppo"}],
+    "algorithm.normalise": [
+        {"normalise": "zscore"},
+        {"name": "rloo", "normalise": "std"},
+        {"name": "reinforce_pp", "normalise": "none"},
+        {"name": "ppo", "normalise": "std"},
+        {"advantage": "gae", "normalise": "std"},
     ],
-)
-def test_settings_that_cannot_work_are_refused_by_key(kind, settings, key) -> None:
-    with pytest.raises(ConfigError) as caught:
-        kind(**settings)
-    assert caught.value.key == key
+    "algorithm.baseline": [{"baseline": "batch"}],
+    "algorithm.clip_low": [{"clip_low": 1.0}],
+    "algorithm.clip_high": [{"clip_high": 0}],
+    "algorithm.dual_clip": [{"dual_clip": 1.1}],
+    "algorithm.aggregation_tokens": [{"aggregation": "constant"}, {"aggregation_tokens": 100}],
+    "algorithm.ratio": [{"name": "ppo", "ratio": "sequence"}, {"advantage": "gae", "ratio": "sequence"}],
+    "algorithm.importance": [{"importance": "token_truncate"}, {"importance": "sequence_truncate"}],
+    "algorithm.importance_floor": [{"importance_floor": 0.5}],
+    "algorithm.importance_cap": [{"importance": "token_mask", "importance_floor": 3.0}],
+    "algorithm.zero_variance": [{"name": "ppo", "zero_variance": "drop"}, BATCH_BASELINE | {"zero_variance": "drop"}],
+    "algorithm.gamma": [{"gamma": 1.01}],
+    "algorithm.updates_per_batch": [{"updates_per_batch": 0}],
+    "algorithm.mini_batches": [{"mini_batches": 1.5}],
+    "algorithm.kl_coef": [{"kl_coef": float("nan")}],
+    "optimizer.lr": [{"lr": 0}, {"lr": "fast"}],
+    "optimizer.betas": [{"betas": (0.9, 1.0)}, {"betas": (0.9,)}],
+    "optimizer.schedule": [{"schedule": "step"}],
+    "optimizer.grad_clip": [{"grad_clip": 0}],
+    "optimizer.min_lr_ratio": [{"min_lr_ratio": 2}],
+    "optimizer.warmup_steps": [{"warmup_steps": -1}],
+    "model.lora.rank": [{"rank": 0}],
+}
+KINDS = {"algorithm": AlgorithmConfig, "optimizer": OptimizerConfig, "model": LoraConfig}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_settings_that_cannot_work_are_refused_by_key(key) -> None:
+    for settings in REFUSED[key]:
+        with pytest.raises(ConfigError) as caught:
+            KINDS[key.partition(".")[0]](**settings)
+        assert caught.value.key == key
 
 
 def test_settings_are_converted_from_plain_values() -> None:
@@ -99,7 +97,13 @@ def test_a_combination_of_settings_is_described(settings, wanted) -> None:
     assert ("nothing is clipped" in said) is (settings == {"proximal": "recomputed"}), "only with one update per batch"
 
 
-def test_a_name_is_a_preset_of_estimator_and_loss_and_a_key_of_its_own_wins() -> None:
+def test_another_registered_loss_is_described_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = Registry({"ppo_clip": "m:ppo_clip", "cispo": "freewheel.trainer.losses:ppo_clip"}, example="m:loss")
+    monkeypatch.setattr(options, "LOSSES", losses)
+    assert "the loss is cispo, averaged over tokens" in describe(AlgorithmConfig(loss="cispo"))
+
+
+def test_a_name_is_a_preset_of_estimator_and_loss_and_separate_keys_win() -> None:
     presets = {"grpo": "grpo", "ppo": "gae", "rloo": "rloo", "reinforce_pp": "reinforce_pp"}
     for name, estimator in presets.items():
         config = AlgorithmConfig(name=name)  # type: ignore[arg-type]
@@ -122,14 +126,11 @@ def test_a_name_is_a_preset_of_estimator_and_loss_and_a_key_of_its_own_wins() ->
         ({"schedule": "linear"}, [1, 0.8, 0.6, 0.4, 0.2]),
         ({"schedule": "linear", "min_lr_ratio": 0.5}, [1, 0.9, 0.8, 0.7, 0.6]),
         ({"schedule": "cosine", "warmup_steps": 1}, [1, 1, 0.853553, 0.5, 0.146447]),
+        # a run that continues past its end, and one that ends while it warms up
+        ({"schedule": "cosine", "min_lr_ratio": 0.1, "warmup_steps": 3}, [1 / 3, 2 / 3, 1, 1, 0.55, 0.1, 0.1]),
+        ({"schedule": "linear", "min_lr_ratio": 0.1, "warmup_steps": 5}, [0.2, 0.4, 0.6, 0.8, 1, 0.1]),
     ],
 )
 def test_the_learning_rate_follows_its_schedule(settings, wanted) -> None:
     config = OptimizerConfig(**settings)
-    assert [lr_factor(config, step, 5) for step in range(5)] == pytest.approx(wanted, rel=1e-5)
-
-
-def test_a_run_that_continues_past_its_end_keeps_the_last_rate() -> None:
-    config = OptimizerConfig(schedule="cosine", min_lr_ratio=0.1, warmup_steps=3)
-    assert lr_factor(config, 9, 5) == pytest.approx(0.1)
-    assert lr_factor(config, 3, 3) == pytest.approx(0.1)
+    assert [lr_factor(config, step, 5) for step in range(len(wanted))] == pytest.approx(wanted, rel=1e-5)

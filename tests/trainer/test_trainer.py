@@ -528,25 +528,15 @@ async def test_an_evaluation_runs_next_to_training_and_no_second_one_starts_mean
     assert [(row.step, row.values[REWARD]) for row in one.trainer.rows if row.kind == "eval"] == [(1, 0.1), (5, 0.5)]
 
 
-async def test_the_best_weights_are_those_of_the_evaluated_step(scene: Build) -> None:
-    one = scene(schedule={"eval_every": 2, "eval_at_start": True, "total_steps": 5})
-    await one.run()
-    assert one.evaluated[0] == 0
-    assert one.evaluated[-1] == 5
-    assert [best for best in one.saver.best if best[0] == 5] == [(5, 0.5, 5)]
-    assert all(step == weight for step, _, weight in one.saver.best)
-    assert 0 not in {step for step, _, _ in one.saver.best}, "the weights at the start exist already"
-
-
 @pytest.mark.parametrize(
     ("score", "keep_best", "rows", "best"),
     [
-        (0.7, True, [2, 4], [2, 4]),
-        (0.7, False, [2, 4], []),
-        (float("nan"), True, [2, 4], []),
+        (0.7, True, [0, 2, 4], [2, 4]),  # the weights at the start exist already
+        (0.7, False, [0, 2, 4], []),
+        (float("nan"), True, [0, 2, 4], []),
         (None, True, [], []),
         (ConnectionError("a rollouter died"), True, [], []),
-        ("not published", True, [], []),
+        ("not published", True, [0], []),
     ],
     ids=["a score", "best is not kept", "no number", "no prompts", "an error", "weights that have not arrived"],
 )
@@ -561,15 +551,15 @@ async def test_an_evaluation_records_its_score_and_never_ends_the_run(
             raise score
         return None if score is None else one.scored(score)
 
-    one = scene(bounds={"threshold": 4}, evaluate=evaluate, keep_best=keep_best, schedule={"eval_every": 2})
+    schedule = {"eval_at_start": True, "eval_every": 2}
+    one = scene(bounds={"threshold": 4}, evaluate=evaluate, keep_best=keep_best, schedule=schedule)
     one.publisher.holding = score == "not published"
     assert await one.run() == "finished"
     if one.publisher.holding:
         assert "No evaluation at step 4: version 4 has not reached the engines" in caplog.text
-    else:
-        assert asked == [2, 4], "the last step is evaluated once"
+    assert asked == [0] if one.publisher.holding else [0, 2, 4], "the last step is evaluated once"
     assert [row.step for row in one.trainer.rows if row.kind == "eval"] == rows
-    assert [step for step, *_ in one.saver.best] == best
+    assert [(step, weight) for step, _, weight in one.saver.best] == [(step, step) for step in best]
     assert ("a rollouter died" in caplog.text) is isinstance(score, Exception)
     assert one.saved_steps == [4]
 
@@ -587,22 +577,6 @@ async def test_a_score_whose_weights_are_gone_is_not_the_best(scene: Build, capl
     assert one.evaluated == [3, 4]
     assert "The score at step 3 cannot be the best: the weights of version 1 are gone" in caplog.text
     assert one.saver.best == [(4, 0.4, 4)]
-
-
-async def test_an_evaluation_keeps_only_a_few_versions(scene: Build) -> None:
-    held: list[int] = []
-
-    async def slow(step: int) -> dict[str, float]:
-        if step == 1:
-            await one.until(lambda: one.publisher.version == 12)
-            held.extend(one.trainer._evaluation._kept)
-        return one.scored(0.5, oldest=1)
-
-    one = scene(evaluate=slow, schedule={"eval_every": 1, "total_steps": 12})
-    await one.run()
-    assert held == list(range(5, 13))
-    assert one.trainer._evaluation._kept == {}
-    assert one.saver.best[0] == (12, 0.5, 12), "only the weights of the newest version matter"
 
 
 async def test_an_evaluation_waits_for_the_version_of_its_own_step(scene: Build) -> None:
@@ -632,18 +606,21 @@ async def test_a_long_evaluation_keeps_the_newest_weights_it_measured_on_the_hos
     """Engines switch versions during an evaluation. On the device, at most three versions are in use: one is packed,
     one waits to be sent, one is being written."""
     packer = DevicePacker(bucket_bytes=1 << 20, share=lambda buffer: {})
+    held: list[int] = []
 
     async def evaluate(step: int) -> dict[str, float]:
         if step == 1:
-            await one.until(lambda: one.trainer.global_steps >= 7)
-            return {REWARD: 1.0, "eval/version_min": 1, "eval/version_max": 4}
+            await one.until(lambda: one.publisher.version == 12)
+            held.extend(one.trainer._evaluation._kept)
+            return {REWARD: 1.0, "eval/version_min": 1, "eval/version_max": 9}
         return one.scored(0.0)
 
-    one = scene(schedule={"total_steps": 8, "eval_every": 1, "save_every": 2}, packer=packer, evaluate=evaluate)
+    one = scene(schedule={"total_steps": 12, "eval_every": 1, "save_every": 2}, packer=packer, evaluate=evaluate)
     assert await one.run() == "finished"
-    assert one.saved_steps == [2, 4, 6, 8]
-    assert one.saver.best[0] == (4, 1.0, 4), "step 4 made version 4, and its weights are those of step 4"
-    assert one.saver.measured[0] == (1, 4)
+    assert one.saved_steps == [2, 4, 6, 8, 10, 12]
+    assert one.saver.best[0] == (9, 1.0, 9), "step 9 made version 9, and its weights are those of step 9"
+    assert one.saver.measured[0] == (1, 9)
+    assert held == list(range(5, 13)) and one.trainer._evaluation._kept == {}
     assert len(packer._slots) <= 3
 
 

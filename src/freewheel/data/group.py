@@ -42,18 +42,6 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     """Earlier attempts at this ordinal."""
 
 
-def tickets_to_bytes(tickets: list[Ticket]) -> bytes:
-    """Encode tickets for a message. Pickling hundreds of tickets took longer than the groups in the same message."""
-    return msgspec.msgpack.encode(tickets)
-
-
-def tickets_from_bytes(data: bytes) -> list[Ticket]:
-    return _TICKETS.decode(data)
-
-
-_TICKETS = msgspec.msgpack.Decoder(list[Ticket])
-
-
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
     """One row of the data, rendered."""
@@ -243,6 +231,7 @@ def _plain(value: object) -> object:
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
 _DECODER = msgspec.msgpack.Decoder(_Wire)
+_TICKETS = msgspec.msgpack.Decoder(list[Ticket])
 
 
 class EncodedGroup(NamedTuple):
@@ -272,7 +261,7 @@ class EncodedGroups(list[EncodedGroup]):
         return [PromptGroup.decode(one.data) for one in self]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        tickets = tickets_to_bytes([one.ticket for one in self])
+        tickets = _ENCODER.encode([one.ticket for one in self])  # pickling them takes longer than their groups
         ends = list(accumulate(len(one.data) for one in self))
         # numpy pickles an array out of band: Ray copies it once, into shared memory.
         data = np.frombuffer(b"".join([one.data for one in self]), np.uint8)
@@ -285,5 +274,5 @@ def _unpickle_groups(tickets: bytes, min_versions: list[int], ends: list[int], d
     bounds = pairwise([0, *ends])
     return EncodedGroups(
         EncodedGroup(ticket, min_version, view[start:end])
-        for ticket, min_version, (start, end) in zip(tickets_from_bytes(tickets), min_versions, bounds, strict=True)
+        for ticket, min_version, (start, end) in zip(_TICKETS.decode(tickets), min_versions, bounds, strict=True)
     )

@@ -196,8 +196,6 @@ class PromptStream:
         """`epochs=None`: endless."""
         if not len(prompts):
             raise DataError("prompts = []: a prompt stream needs at least one prompt")
-        if epochs is not None and epochs < 1:
-            raise ConfigError("data.epochs", epochs, "give 1 or more, or null for as many as the run needs")
         if not isinstance(seed, int) or not 0 <= seed < 1 << SEED_BITS:
             raise ConfigError("seed", seed, f"give a whole number from 0 to 2**{SEED_BITS} - 1")
         self._prompts = prompts

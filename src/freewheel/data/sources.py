@@ -118,12 +118,12 @@ def _json(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _parquet(path: Path) -> Iterator[dict[str, Any]]:
-    arrow, parquet = _optional("pyarrow", "Parquet files"), _optional("pyarrow.parquet", "Parquet files")
+    parquet = _optional("pyarrow.parquet", "Parquet files")
     try:
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches():
                 yield from batch.to_pylist()
-    except (arrow.ArrowInvalid, OSError) as error:
+    except (OSError, ValueError) as error:  # pyarrow's errors about damaged files are ValueErrors
         raise DataError(f"{path} cannot be read as Parquet ({error}): fetch or write it again") from error
 
 

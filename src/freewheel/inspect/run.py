@@ -264,7 +264,7 @@ def read_checkpoints(folder: Path) -> tuple[list[Saved], list[CheckpointMark]]:
                 if path.exists():  # else it was pruned meanwhile
                     saved.append(Saved(path=str(path), step=step, version=None, damaged=str(error)))
                 continue
-            damaged = visible_damage(path, STATE)
+            damaged = visible_damage(path)
             saved.append(Saved(path=str(path), step=mark.step, version=mark.version, damaged=damaged))
             if not damaged:
                 marks.append(mark)

@@ -10,7 +10,7 @@ scored response, or equal rewards) all advantages are 0. Backends call `estimate
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,10 +38,6 @@ class AdvantageInputs:
     def scored(self) -> list[Array]:
         """One boolean array per group: which responses have a reward."""
         return [~np.isnan(group) for group in self.rewards]
-
-
-Estimator = Callable[[AdvantageInputs], Sequence[Array]]
-"""Returns one array per group with an advantage for each response. Responses without a reward are ignored."""
 
 
 def estimate(groups: Sequence[PromptGroup], config: AlgorithmConfig) -> list[Array]:

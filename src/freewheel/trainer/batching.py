@@ -13,7 +13,8 @@ On a GPU with flash attention, `packed_batches` puts trees of a prompt and its r
 `decoder.tree_attention` computes the attention.
 
 Logits are needed only at the policy's own tokens: `positions` locates the hidden states that predict them, and all
-inputs of the loss are flat arrays in the same order. Called by `TorchBackend`.
+inputs of the loss are flat arrays in the same order. Called by `TorchBackend`. With several ranks, `share_out` first
+selects each rank's samples.
 """
 
 from __future__ import annotations
@@ -29,13 +30,16 @@ import torch
 from torch import Tensor
 
 from freewheel.data.group import Array, PromptGroup
-from freewheel.trainer.losses import token_weights
+from freewheel.trainer.losses import LossInputs, token_weights
 from freewheel.trainer.options import AlgorithmConfig
 
 PAD_ID = 0
 """Any id works: nothing attends to it and nothing is predicted from it."""
 MAX_SHARED_TOKENS = 2048
 """Longest padded row with shared prompts: the size of its mask grows with the square."""
+PIECES = 4
+"""Minimum number of pieces in a rank's share: larger groups are cut. Fewer would leave shares unequal, more would
+separate responses from their shared prompt."""
 MULTIPLE = 128
 """The length of a packed row is rounded up to a multiple of this, the tile size of matrix products."""
 
@@ -106,6 +110,23 @@ class MicroBatch:
 
         return replace(self, inputs={**self.inputs, **move(self.inputs)}, **move(vars(self)))
 
+    def loss_inputs(
+        self, logprobs: Tensor, entropy: Tensor, settings: AlgorithmConfig, **others: Tensor | None
+    ) -> LossInputs:
+        """`others`: `proximal` and `reference`, if the settings need them."""
+        return LossInputs(
+            logprobs=logprobs,
+            entropy=entropy,
+            behaviour=self.behaviour,
+            advantages=self.advantages,
+            weights=self.weights,
+            response=self.sequence,
+            n_responses=self.n_sequences,
+            tokens=self.targets,
+            settings=settings,
+            **others,
+        )
+
 
 def mini_batches(
     groups: Sequence[PromptGroup], advantages: Sequence[Array], config: AlgorithmConfig
@@ -149,6 +170,37 @@ def row_length(row: Sequence[Sample]) -> int:
 
 def _by_group(samples: Sequence[Sample]) -> list[list[Sample]]:
     return [list(group) for _, group in groupby(samples, key=lambda sample: sample.key[0])]
+
+
+def _deal(costs: Sequence[int], n_parts: int) -> list[list[int]]:
+    """Deal indices into parts with about equal costs: the largest first, each to the emptiest part."""
+    parts: list[list[int]] = [[] for _ in range(n_parts)]
+    filled = [0] * n_parts
+    for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
+        emptiest = filled.index(min(filled))
+        parts[emptiest].append(index)
+        filled[emptiest] += costs[index]
+    return parts
+
+
+def share_out(samples: Sequence[Sample], n_ranks: int) -> list[list[Sample]]:
+    """Return each rank's samples in the given order, with about equally many tokens. The same on every rank.
+
+    Responses that share a prompt stay together, unless that would make the shares unequal.
+    """
+    largest = sum(row_length([sample]) for sample in samples) // (PIECES * n_ranks)
+    pieces: list[list[Sample]] = []
+    costs: list[int] = []
+    for group in _by_group(samples):
+        for number, sample in enumerate(group):
+            cost = row_length([sample])
+            if not number or costs[-1] + cost > largest:
+                pieces.append([])
+                costs.append(0)
+            pieces[-1].append(sample)
+            costs[-1] += cost
+    dealt = [[sample for piece in part for sample in pieces[piece]] for part in _deal(costs, n_ranks)]
+    return [sorted(share, key=lambda sample: sample.key) for share in dealt]
 
 
 def _lay_out(
@@ -210,7 +262,7 @@ def micro_batches(samples: Sequence[Sample], budget_tokens: int, share: float | 
     rows = [[sample] for sample in samples]
     if share is not None:
         rows = [row for group in _by_group(samples) for row in _share_prompt(group, share, budget_tokens)]
-    rows.sort(key=lambda row: (-row_length(row), row[0].key))
+    rows.sort(key=row_length, reverse=True)  # rows of one length stay in the order of their keys
     batches: list[MicroBatch] = []
     while rows:
         fitting = max(1, budget_tokens // row_length(rows[0]))
@@ -269,7 +321,7 @@ def packed_batches(samples: Sequence[Sample], budget_tokens: int, *, share: bool
     trees = [[sample] for sample in samples]
     if share:
         trees = [tree for group in _by_group(samples) for tree in _split(group, budget_tokens)]
-    return [_pack(part) for part in _deal(trees, budget_tokens)]
+    return [_pack(row) for row in _fill_rows(trees, budget_tokens)]
 
 
 def _split(samples: list[Sample], budget_tokens: int) -> list[list[Sample]]:
@@ -281,20 +333,14 @@ def _split(samples: list[Sample], budget_tokens: int) -> list[list[Sample]]:
     return [[sample] for sample in samples]
 
 
-def _deal(trees: Sequence[list[Sample]], budget_tokens: int) -> list[list[list[Sample]]]:
-    """Deal the longest tree first, each to the emptiest part, with as few parts as fit the budget."""
-    order = sorted(trees, key=lambda tree: (-row_length(tree), tree[0].key))
-    total = sum(map(row_length, order))
-    for n_parts in range(max(1, math.ceil(total / budget_tokens)), len(order) + 1):
-        parts: list[list[list[Sample]]] = [[] for _ in range(n_parts)]
-        filled = [0] * n_parts
-        for tree in order:
-            least = filled.index(min(filled))
-            parts[least].append(tree)
-            filled[least] += row_length(tree)
-        if all(size <= budget_tokens or len(part) == 1 for size, part in zip(filled, parts, strict=True)):
-            return [part for part in parts if part]
-    return [[tree] for tree in order]
+def _fill_rows(trees: Sequence[list[Sample]], budget_tokens: int) -> list[list[list[Sample]]]:
+    """Return the trees of each packed row: as few rows as fit the budget."""
+    lengths = [row_length(tree) for tree in trees]
+    for n_rows in range(max(1, math.ceil(sum(lengths) / budget_tokens)), len(trees)):
+        rows = _deal(lengths, n_rows)
+        if all(len(row) == 1 or sum(lengths[tree] for tree in row) <= budget_tokens for row in rows):
+            return [[trees[tree] for tree in row] for row in rows if row]
+    return [[tree] for tree in trees]
 
 
 def _pack(trees: Sequence[Sequence[Sample]]) -> MicroBatch:

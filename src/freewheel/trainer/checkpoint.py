@@ -168,7 +168,7 @@ class CheckpointStore:
         for saved, path in self._saved():
             if whole >= self._keep_last or saved > step:
                 shutil.rmtree(path, ignore_errors=True)
-            elif path.suffix != REPLACED and _looks_whole(path):
+            elif path.suffix != REPLACED and not visible_damage(path):
                 whole += 1
 
     # -- reading ------------------------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ class CheckpointStore:
         That is the start of the run until two checkpoints (or as many as are kept) exist: if the only checkpoint is
         damaged, the run must be able to start again.
         """
-        whole = [step for step, path in self._saved() if path.suffix != REPLACED and _looks_whole(path)]
+        whole = [step for step, path in self._saved() if path.suffix != REPLACED and not visible_damage(path)]
         return min(whole) if len(whole) >= min(self._keep_last, FALLBACKS) else 0
 
     def _best_score(self) -> float:
@@ -226,7 +226,7 @@ class CheckpointStore:
 
 def has_checkpoint(run_dir: Path) -> bool:
     """Return whether a run has a checkpoint to resume from. Does not read its files through."""
-    return any(_looks_whole(path) for paths in saved_steps(run_dir).values() for path in paths)
+    return any(not visible_damage(path) for paths in saved_steps(run_dir).values() for path in paths)
 
 
 # -- a run's checkpoints ----------------------------------------------------------------------------------------------
@@ -302,9 +302,8 @@ class RunLock:
 
     def __init__(self, run_dir: Path | str) -> None:
         self._path = Path(run_dir) / LOCK
-        self._file: int | None = None
 
-    def acquire(self) -> None:
+    def __enter__(self) -> Self:
         """Raises `RunLocked` with the name of the process that holds the lock."""
         private_folder(self._path.parent)
         file = open_private(self._path, os.O_RDWR)  # no file object: collecting it would release the lock
@@ -321,19 +320,11 @@ class RunLock:
         os.ftruncate(file, 0)
         os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         self._file = file
-
-    def release(self) -> None:
-        if self._file is not None:
-            os.ftruncate(self._file, 0)
-            os.close(self._file)
-            self._file = None
-
-    def __enter__(self) -> Self:
-        self.acquire()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.release()
+        os.ftruncate(self._file, 0)
+        os.close(self._file)
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -373,13 +364,13 @@ def read_state(folder: Path, name: str) -> dict[str, Any]:
     return dict(state)
 
 
-def visible_damage(folder: Path, name: str) -> str:
-    """Describe damage that shows without reading files through, which takes a minute for a large model.
+def visible_damage(folder: Path) -> str:
+    """Describe damage of a checkpoint that shows without reading files through, which takes a minute for a large model.
 
     Returns an empty string if there is none.
     """
     try:
-        files = read_state(folder, name)["files"]
+        files = read_state(folder, STATE)["files"]
     except CheckpointDamaged as error:
         return str(error)
     return _find_damage(folder, files, lambda path: {"bytes": path.stat().st_size})
@@ -403,10 +394,6 @@ def _find_damage(
         if found.get("crc32", written["crc32"]) != written["crc32"]:
             return f"{name}: its checksum does not match"
     return ""
-
-
-def _looks_whole(folder: Path) -> bool:
-    return not visible_damage(folder, STATE)
 
 
 def _checksum(state: Mapping[str, Any]) -> int:

@@ -33,12 +33,11 @@ from torch.distributed.tensor import DTensor
 
 from freewheel.data.group import PromptGroup
 from freewheel.errors import DataError
-from freewheel.trainer.batching import MicroBatch, Sample
+from freewheel.trainer.batching import MicroBatch, Sample, share_out
 from freewheel.trainer.decoder import decoder_layers
 from freewheel.trainer.losses import Tally
 from freewheel.trainer.options import OptimizerConfig
 from freewheel.trainer.policy import Policy, probe_batch
-from freewheel.trainer.ranks import share_out
 from freewheel.trainer.sharded_checkpoint import moved, read_rows
 from freewheel.trainer.torch_backend import Optimizer, Part, TorchBackend
 
@@ -93,10 +92,6 @@ class World:
     """The same processes' host memory."""
     objects: dist.ProcessGroup
     """For small objects that are not on a device."""
-
-    @property
-    def leads(self) -> bool:
-        return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks, in their order."""
@@ -235,9 +230,9 @@ class ShardedPolicy(Policy):
         """Gather one tensor at a time. Ranks other than 0 drop them."""
         self.sharded.rest()
         found: dict[str, Tensor] = {}
-        for name, tensor in self._cast_weights(self.storage_dtype if stored else self.dtype):
+        for name, tensor in self._cast_weights(stored):
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if self._world.leads:
+            if self._world.rank == 0:
                 found[name] = whole
         return found
 

@@ -250,7 +250,7 @@ def describe(config: AlgorithmConfig) -> str:
         "sequence_mean": "averaged over responses",
         "constant": f"summed over a response's tokens and divided by {c.aggregation_tokens}",
     }[c.aggregation]
-    if c.loss not in ("auto", *LOSSES):
+    if c.loss not in ("auto", "ppo_clip"):
         return f"{c.name}: {advantage}; the loss is {c.loss}, {mean}."
     unit = "a response's geometric-mean ratio" if c.ratio == "sequence" else "each token's ratio"
     whom = "the engine's policy" if c.proximal == "behaviour" else "the trainer's policy when the step began"

@@ -86,7 +86,7 @@ class Policy:
         """
         self.device = device
         self.dtype = compute_dtype(dtype, device)
-        self.storage_dtype: torch.dtype = model.dtype
+        self._storage_dtype: torch.dtype = model.dtype
         self.lora = lora
         self._temperature = temperature
         # Trained parameters are in float32, because bfloat16 would lose small updates. A frozen base needs only the
@@ -248,9 +248,10 @@ class Policy:
         `named_parameters`. The tensors are detached, on the device, and copied only if something was merged or cast:
         `sync.pack` copies them.
         """
-        return dict(self._cast_weights(self.storage_dtype if stored else self.dtype))
+        return dict(self._cast_weights(stored))
 
-    def _cast_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    def _cast_weights(self, stored: bool) -> Iterator[tuple[str, Tensor]]:
+        dtype = self._storage_dtype if stored else self.dtype
         for name, tensor in self._merged_weights():
             yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
 

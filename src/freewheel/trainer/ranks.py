@@ -24,15 +24,10 @@ from freewheel.trainer.backend import Backend, BackendState, NonFiniteLoss
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from freewheel.trainer.batching import Sample
-
 log = logging.getLogger("freewheel.trainer")
 
 T = TypeVar("T")
 
-PIECES = 4
-"""Minimum number of pieces in a rank's share: larger groups are cut. Fewer would leave shares unequal, more would
-separate responses from their shared prompt."""
 ALIKE = (NonFiniteLoss, DataError)
 """Errors that all ranks raise at the same place, so that the group stays intact."""
 WITNESS_S = 5.0
@@ -44,28 +39,6 @@ KEPT_STATES = 2
 
 class RankLost(RuntimeError):
     """A training process died, raised, or did not answer. The others cannot continue without it."""
-
-
-def share_out(samples: Sequence[Sample], world: int) -> list[list[Sample]]:
-    """Return each rank's samples in the given order, with about equally many tokens. The same on every rank."""
-    costs = [len(sample.prompt) + len(sample.tokens) for sample in samples]
-    largest = sum(costs) // (PIECES * world)
-    pieces: list[list[int]] = []
-    filled = 0
-    for place, (sample, cost) in enumerate(zip(samples, costs, strict=True)):
-        begins = not place or sample.key[0] != samples[place - 1].key[0]
-        if begins or filled + cost > largest:
-            pieces.append([])
-            filled = 0
-        pieces[-1].append(place)
-        filled += cost
-    weights = [sum(costs[place] for place in piece) for piece in pieces]
-    loads, shares = [0] * world, [list[int]() for _ in range(world)]
-    for number in sorted(range(len(pieces)), key=lambda number: (-weights[number], number)):
-        rank = loads.index(min(loads))
-        loads[rank] += weights[number]
-        shares[rank] += pieces[number]
-    return [[samples[place] for place in sorted(share)] for share in shares]
 
 
 class ShardsNotWritten(OSError):

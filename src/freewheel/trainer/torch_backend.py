@@ -27,7 +27,7 @@ from freewheel.trainer.advantages import estimate, gae, has_no_variance, whiten
 from freewheel.trainer.backend import BackendState, NonFiniteLoss
 from freewheel.trainer.batching import MicroBatch, Sample, micro_batches, mini_batches, packed_batches
 from freewheel.trainer.decoder import Precision, compute_dtype
-from freewheel.trainer.losses import LossInputs, Tally, apply_loss, check_loss, value_loss
+from freewheel.trainer.losses import Tally, apply_loss, check_loss, value_loss
 from freewheel.trainer.options import AlgorithmConfig, LoraConfig, OptimizerConfig, describe
 from freewheel.trainer.policy import Critic, Policy
 from freewheel.trainer.sharded_checkpoint import copy_to_host, read_rows, write_rows
@@ -243,19 +243,7 @@ class TorchBackend:
         """`version`: compare log-probabilities with the engine's at tokens of this version."""
         batch = part.batch
         logp, entropy = self.policy.logprobs(batch, entropy_grad=self._algorithm.entropy_coef > 0)
-        inputs = LossInputs(
-            logprobs=logp,
-            entropy=entropy,
-            behaviour=batch.behaviour,
-            advantages=batch.advantages,
-            weights=batch.weights,
-            response=batch.sequence,
-            n_responses=batch.n_sequences,
-            tokens=batch.targets,
-            settings=self._algorithm,
-            proximal=part.proximal,
-            reference=part.reference,
-        )
+        inputs = batch.loss_inputs(logp, entropy, self._algorithm, proximal=part.proximal, reference=part.reference)
         loss, tally = apply_loss(self._loss, inputs)
         if version is not None:
             tally.merge(_logprob_gap(logp.detach(), batch, version))

@@ -14,13 +14,14 @@ import hashlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from freewheel.data.group import Finish, Prompt
-from freewheel.data.prompts import PLAIN, Rendering, Row, TokenizerLike, render
+from freewheel.data.prompts import PLAIN, Rendering, Row, TokenizerLike, as_sample, render
 from freewheel.errors import ConfigError, DataError
 from freewheel.judge.verdict import Scored
 from freewheel.rewards.rules import NO_ANSWER, register_rule
@@ -110,13 +111,11 @@ class Problem:
 def problems(split: str) -> Iterator[Problem]:
     """Iterate over all combinations of numbers of a split, in a fixed order."""
     for template in TEMPLATES:
-        for a in template.begin:
-            for b in SMALL:
-                for c in SMALL:
-                    problem = Problem(template, a, b, c)
-                    # Nobody can lose more than they have, and the answer should not be 0.
-                    if problem.answer > 0 and problem.held_out == (split == "test"):
-                        yield problem
+        for a, b, c in product(template.begin, SMALL, SMALL):
+            problem = Problem(template, a, b, c)
+            # Nobody can lose more than they have, and the answer should not be 0.
+            if problem.answer > 0 and problem.held_out == (split == "test"):
+                yield problem
 
 
 def rows(split: str) -> list[Row]:
@@ -129,16 +128,17 @@ def rows(split: str) -> list[Row]:
         for _ in range(VARIANTS if split == "train" else 1):
             name, thing = NAMES[draw.integers(len(NAMES))], THINGS[draw.integers(len(THINGS))]
             question = problem.question(name, thing)
-            index = len(found)
             found.append(
-                {
-                    "data_source": DATA_SOURCE,
-                    "prompt": question,
-                    "ability": "math",
-                    "reward_model": {"ground_truth": str(problem.answer), "style": "rule"},
-                    "extra_info": {"answer": problem.solution, "index": index, "question": question, "split": split},
-                    "index": index,
-                }
+                as_sample(
+                    {"prompt": question},
+                    index=len(found),
+                    data_source=DATA_SOURCE,
+                    ability="math",
+                    ground_truth=str(problem.answer),
+                    question=question,
+                    answer=problem.solution,
+                    split=split,
+                )
             )
     return found
 
