@@ -18,7 +18,7 @@ import typer
 from freewheel.cli.console import log_to, plain_errors, print_text
 from freewheel.cli.flags import flag, flags, judge_from_flags, read_settings, read_variable, takes
 from freewheel.errors import ConfigError
-from freewheel.judge.config import JudgeConfig, Secret
+from freewheel.judge.config import COMPLETIONS_PATH, JudgeConfig, Secret
 
 _SERVER, _LIMITS = "Server", "Limits"
 LISTENING_FLAG = flag("as_json", bool, "Print where it listens as one JSON line.", "--json", panel=_SERVER)
@@ -163,15 +163,15 @@ def mock_judge(host: str | None, port: int | None, as_json: bool, profile: Any) 
 
     Scores are derived from the content, so they repeat. It serves until Ctrl-C or SIGTERM; what it saw is at /__counts.
     """
-    from freewheel.judge.testing import serve
-    from freewheel.judge.testing.mock import CHAT_PATH, DEFAULT_HOST, DEFAULT_PORT
+    from freewheel.judge.testing import DEFAULT_PORT, serve
+    from freewheel.utils.http import HOST
 
     def announce(url: str) -> None:
-        base = url.removesuffix(CHAT_PATH)
+        base = url.removesuffix(COMPLETIONS_PATH)
         ready = msgspec.json.encode({"endpoint": base, "port": urlsplit(url).port}).decode()
         print_text(ready if as_json else f"the mock judge listens; use --endpoint {base}")
 
-    host, port = host or DEFAULT_HOST, DEFAULT_PORT if port is None else port
+    host, port = host or HOST, DEFAULT_PORT if port is None else port
     with plain_errors():
         try:
             serve(profile, host, port, announce)

@@ -24,7 +24,7 @@ from freewheel.errors import VALUE_CHARS, ConfigError
 from freewheel.judge.config import Secret
 from freewheel.judge.verdict import Failed, Reason
 from freewheel.utils.checks import Count, NotNegative, Positive, check_fields
-from freewheel.utils.http import is_loopback
+from freewheel.utils.http import is_loopback, openai_error
 
 # -- problems ---------------------------------------------------------------------------------------------------------
 
@@ -86,9 +86,7 @@ class Problem(Exception):
     def body(self) -> bytes:
         default = "server_error" if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
         kind = _TYPES.get(self.status, default)
-        return msgspec.json.encode(
-            {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
-        )
+        return openai_error(str(self), kind, self.code, self.param)
 
 
 def bad_field(field: str, value: object, remedy: str) -> Problem:

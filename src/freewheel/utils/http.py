@@ -7,6 +7,8 @@ import ipaddress
 import logging
 import socket
 
+import msgspec
+
 from freewheel.errors import ConfigError
 
 
@@ -33,6 +35,13 @@ def server_log(name: str) -> logging.Logger:
     log = logging.getLogger(name)
     log.addFilter(_NO_NOISE)
     return log
+
+
+def openai_error(
+    message: str, kind: str = "invalid_request_error", code: str | None = None, param: str | None = None
+) -> bytes:
+    """Return the body of an error as the OpenAI API writes it."""
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
 
 
 def is_loopback(host: str) -> bool:
