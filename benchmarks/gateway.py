@@ -47,7 +47,7 @@ from common import (
     write_json,
 )
 from freewheel.judge import JudgeConfig, JudgeRequest, Scored
-from freewheel.judge.prompt import PromptBuilder
+from freewheel.judge.request import PromptBuilder
 from freewheel.judge.rubric import load_rubric
 from freewheel.judge.testing import JudgeProfile, MockJudge, RunningJudge
 

@@ -24,7 +24,7 @@ import psutil
 
 from common import machine_facts, markdown_table, write_json
 from freewheel.judge import Judge, JudgeConfig, JudgeRequest
-from freewheel.judge.prompt import PromptBuilder
+from freewheel.judge.request import PromptBuilder
 from freewheel.judge.rubric import load_rubric
 from freewheel.judge.testing import JudgeProfile, MockJudge, RunningJudge
 

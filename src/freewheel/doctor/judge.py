@@ -19,8 +19,7 @@ from freewheel.judge.config import Endpoint, JudgeConfig
 from freewheel.judge.exchange import BodyWriter
 from freewheel.judge.outcome import Failure, Kind, Reply
 from freewheel.judge.parse import Unparseable, make_reader
-from freewheel.judge.prompt import PromptBuilder, local_secret
-from freewheel.judge.request import JudgeRequest
+from freewheel.judge.request import JudgeRequest, PromptBuilder, local_secret
 from freewheel.runtime.config import has_key
 from freewheel.utils.findings import Finding, ok, problem, warning
 

@@ -29,8 +29,7 @@ from freewheel.judge.exchange import ChatExchange, ChatRequest, Exchange, Identi
 from freewheel.judge.outcome import FINAL, HALTS, REASONS, WAITS, Failure, Kind, Reply
 from freewheel.judge.pacing import backoff_s
 from freewheel.judge.parse import Unparseable
-from freewheel.judge.prompt import local_secret
-from freewheel.judge.request import JudgeRequest, without_surrogates
+from freewheel.judge.request import JudgeRequest, local_secret, without_surrogates
 from freewheel.judge.stats import JudgeStats
 from freewheel.judge.verdict import Failed, Reason, Scored, Skipped, Usage
 

@@ -19,8 +19,7 @@ import msgspec
 from freewheel.judge.config import JudgeConfig
 from freewheel.judge.outcome import Failure, HungUp, Reply, read_chat
 from freewheel.judge.parse import Unparseable, make_reader
-from freewheel.judge.prompt import PromptBuilder
-from freewheel.judge.request import JudgeRequest, RequestHasher
+from freewheel.judge.request import JudgeRequest, PromptBuilder, RequestHasher
 from freewheel.judge.store import CachedReply
 from freewheel.judge.verdict import Scored, Usage
 

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from freewheel.integrations.trl import JudgeReward
-from freewheel.judge.prompt import PromptBuilder
-from freewheel.judge.request import JudgeRequest
+from freewheel.judge.request import JudgeRequest, PromptBuilder
 from freewheel.judge.rubric import BUILTIN
 from freewheel.judge.testing import JudgeProfile, MockJudge, RunningJudge, expected_score
 
