@@ -20,6 +20,7 @@ from freewheel.gateway.limits import TOKEN_ENV, Doorkeeper, Limits
 from freewheel.gateway.server import Gateway
 from freewheel.judge import JudgeConfig, Secret
 from freewheel.judge.testing import JudgeProfile, MockJudge, RunningJudge
+from freewheel.utils.http import listen
 
 Mock = Callable[..., RunningJudge]
 Start = Callable[..., Any]
@@ -113,11 +114,12 @@ async def talk() -> AsyncIterator[Callable[..., Any]]:
             config = JudgeConfig(endpoint=endpoint, **{"model": MODEL, **settings})
             gateway = Gateway(config, Limits(**(limits or {})), shares_samples=shares_samples)
             door = Doorkeeper("127.0.0.1", Secret(token) if token else None)
-            port = await gateway.start("127.0.0.1", 0, door)
+            listening = listen("127.0.0.1", 0)
+            await gateway.start(listening, door)
             stack.push_async_callback(gateway.stop)
             connector = aiohttp.TCPConnector(limit=0)
             session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
-            return Talk(gateway, session, port)
+            return Talk(gateway, session, listening.getsockname()[1])
 
         yield start
 

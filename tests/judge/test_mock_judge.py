@@ -55,39 +55,18 @@ async def status_of(client: aiohttp.ClientSession, judge: RunningJudge, text: st
 
 
 async def test_a_reply_is_a_chat_completion_with_the_expected_score(client: aiohttp.ClientSession) -> None:
-    with MockJudge().in_thread() as judge:
+    with MockJudge(JudgeProfile(requests_per_minute=600)).in_thread() as judge:
         for number in range(5):
             assert await reply_to(client, judge, f"answer {number}") == str(expected_score(f"answer {number}"))
         async with client.post(judge.url, json=question("x" * 40, n=2)) as reply:
             body = await reply.json()
-            assert reply.content_type == "application/json"
+            assert reply.content_type == "application/json" and reply.headers["x-ratelimit-limit-requests"] == "600"
+        async with client.get(f"{judge.base_url}/elsewhere") as reply:
+            assert reply.status == 404
+        assert judge.counts().received == judge.counts().answered == 6
     assert (body["object"], body["model"]) == ("chat.completion", "judge")
     assert [choice["finish_reason"] for choice in body["choices"]] == ["stop", "stop"]
     assert body["usage"] == {"prompt_tokens": 10, "completion_tokens": 2, "total_tokens": 12}
-
-
-async def test_a_stream_has_the_same_content(client: aiohttp.ClientSession) -> None:
-    profile = JudgeProfile(reply_style="bold")
-    asked = question(stream=True, stream_options={"include_usage": True})
-    with MockJudge(profile).in_thread() as judge:
-        whole = await reply_to(client, judge)
-        async with client.post(judge.url, json=asked) as reply:
-            assert reply.content_type == "text/event-stream"
-            lines = [line.decode().removeprefix("data: ").strip() async for line in reply.content if line.strip()]
-    assert lines[-1] == "[DONE]"
-    chunks = [json.loads(line) for line in lines[:-1]]
-    deltas = [choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"]]
-    assert "".join(deltas) == whole
-    assert chunks[-1]["usage"]["total_tokens"] > 0
-
-
-async def test_models_are_served_and_other_paths_are_not(client: aiohttp.ClientSession) -> None:
-    with MockJudge(JudgeProfile(model="judge-7b")).in_thread() as judge:
-        async with client.get(f"{judge.base_url}/models") as reply:
-            assert (await reply.json())["data"][0]["id"] == "judge-7b"
-        async with client.get(f"{judge.base_url}/elsewhere") as reply:
-            assert reply.status == 404
-        assert judge.counts().received == 0
 
 
 # -- counts
@@ -116,44 +95,6 @@ async def test_a_reset_restarts_the_counts_drops_what_is_in_flight_and_may_chang
 
 
 # -- faults
-
-
-@pytest.mark.parametrize(
-    ("profile", "status", "content_type", "start", "answered"),
-    [
-        ({"error_share": 1.0, "error_status": 529}, 529, "application/json", '{"error":', 0),
-        ({"garbage_share": 1.0}, 200, "application/json", "upstream", 0),
-        ({"wrong_type_share": 1.0}, 200, "text/html", "<!doctype html>", 0),
-        ({"unparseable_share": 1.0}, 200, "application/json", '{"id":', 1),
-        ({"api_key": "right"}, 401, "application/json", '{"error":', 0),
-        ({"requests_per_minute": 0.001}, 200, "application/json", '{"id":', 1),
-    ],
-)
-async def test_a_fault_has_its_status_type_and_body(
-    client: aiohttp.ClientSession, profile: dict[str, Any], status: int, content_type: str, start: str, answered: int
-) -> None:
-    with MockJudge(JudgeProfile(**profile)).in_thread() as judge:
-        async with client.post(judge.url, json=question()) as reply:
-            assert (reply.status, reply.content_type) == (status, content_type)
-            assert (await reply.text()).startswith(start)
-            assert ("x-ratelimit-remaining-requests" in reply.headers) == ("requests_per_minute" in profile)
-        assert judge.counts().answered == answered
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_body_can_be_cut_or_arrive_in_pieces(client: aiohttp.ClientSession, stream: bool) -> None:
-    with MockJudge(JudgeProfile(truncate_share=1.0)).in_thread() as judge:
-        async with client.post(judge.url, json=question(stream=stream)) as reply:
-            assert reply.status == 200
-            with pytest.raises(aiohttp.ClientPayloadError):
-                await reply.read()
-        assert judge.counts().answered == 0
-        judge.reset(JudgeProfile(drip_share=1.0, drip_s=0.05))
-        async with client.post(judge.url, json=question(stream=stream)) as reply:
-            pieces = [piece async for piece in reply.content.iter_any()]
-        assert len(pieces) > 2
-        assert str(expected_score("Rate this answer.")).encode() in b"".join(pieces)
-        assert judge.counts().answered == 1
 
 
 async def test_an_empty_reply_has_no_choices_or_no_content(client: aiohttp.ClientSession) -> None:
@@ -221,7 +162,7 @@ def test_an_occupied_port_is_an_error_for_the_caller(
     taken = MockJudge().in_thread()
     with taken as judge, pytest.raises(error) as failed, getattr(MockJudge(port=judge.port), place)():
         pass
-    assert "address already in use" in str(failed.value) + capfd.readouterr().err
+    assert "Address already in use" in str(failed.value) + capfd.readouterr().err
 
 
 PARENT = """

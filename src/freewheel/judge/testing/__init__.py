@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -31,7 +32,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
 from math import ceil, inf
-from typing import Any, cast
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -58,25 +59,27 @@ from freewheel.judge.testing.profile import (
 )
 from freewheel.judge.transport import run_loop
 from freewheel.judge.verdict import JudgeError
-from freewheel.utils.http import HOST, openai_error, server_log
+from freewheel.utils.http import BACKLOG, HOST, listen, listen_or_say, openai_error, server_log
 from freewheel.utils.processes import end_with
 
-__all__ = ["ContentCount", "Counts", "JudgeProfile", "MockJudge", "RunningJudge", "expected_score", "serve"]
+__all__ = [
+    "ContentCount",
+    "Counts",
+    "JudgeProfile",
+    "MockJudge",
+    "RecordedRequest",
+    "RunningJudge",
+    "expected_score",
+    "serve",
+]
 
 DEFAULT_PORT = 8099
 """Not a default port of any inference server."""
 _DEFAULT_MODEL = "mock-judge"
 
-_START_TIMEOUT_S = 60.0
-"""How long the judge's thread may take to start: imports on a busy machine are slow."""
-_STOP_TIMEOUT_S = 10.0
-"""How long the end of a context waits for the judge's thread."""
-_CALL_TIMEOUT_S = 30.0
-"""How long reading counts from a busy judge may take."""
-_CLOSE_GRACE_S = 5.0
-"""How long a shutdown waits for aborted connections, which need a few turns of the loop."""
-_BACKLOG = 4096
-"""Connections that may wait to be accepted: a client that opens a thousand at once must not lose one by chance."""
+_PATIENCE_S = 30.0
+"""Longest wait for the judge's thread, for its counts and for aborted connections to close. None takes a second, unless
+the machine is very busy."""
 _DRIP_PIECES = 16
 """Most pieces into which a dripping body is split."""
 _MILLISECOND_S = 0.001
@@ -167,20 +170,19 @@ class _JudgeServer(web.Server):
         self._epoch = _Epoch(profile)
 
     @asynccontextmanager
-    async def listening(self, host: str, port: int) -> AsyncIterator[int]:
-        """Listen while the context lasts. Yields the port; port 0 takes a free one. At the end, open connections are
-        aborted."""
-        listener = await asyncio.get_running_loop().create_server(self, host, port, backlog=_BACKLOG)
+    async def serving(self, listening: socket.socket) -> AsyncIterator[None]:
+        """Serve while the context lasts. At the end, open connections are aborted."""
+        listener = await asyncio.get_running_loop().create_server(self, sock=listening, backlog=BACKLOG)
         try:
-            yield listener.sockets[0].getsockname()[1]
+            yield
         finally:
             listener.close()
             self._epoch.close()
             self._abort_all()
-            async with asyncio.timeout(_CLOSE_GRACE_S):
+            async with asyncio.timeout(_PATIENCE_S):
                 while self.connections:  # noqa: ASYNC110  # they end within a few turns of the loop
                     await asyncio.sleep(0)
-            await self.shutdown(_CLOSE_GRACE_S)
+            await self.shutdown(_PATIENCE_S)
             await listener.wait_closed()
 
     def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
@@ -193,7 +195,7 @@ class _JudgeServer(web.Server):
     def _abort_all(self) -> None:
         for connection in self.connections:
             if connection.transport is not None:
-                cast("asyncio.Transport", connection.transport).abort()  # uvloop's is no subclass
+                connection.transport.abort()
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         body = await request.content.read()
@@ -369,7 +371,7 @@ class RunningJudge:
         request = urllib.request.Request(f"http://{self.host}:{self.port}{path}", data=body or None, method=method)
         # Ignore the proxies of the environment: they cannot reach loopback.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(request, timeout=_CALL_TIMEOUT_S) as reply:
+        with opener.open(request, timeout=_PATIENCE_S) as reply:
             read: bytes = reply.read()
         return read
 
@@ -385,39 +387,29 @@ class MockJudge:
     @contextmanager
     def in_thread(self) -> Iterator[RunningJudge]:
         """Run on a loop in a background thread while the context lasts."""
-        started: Future[tuple[RunningJudge, Callable[[], object]]] = Future()
+        started: Future[tuple[_JudgeServer, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+        listening = listen(self._host, self._port)
 
         async def live() -> None:
-            loop, stopped = asyncio.get_running_loop(), asyncio.Event()
-            server = _JudgeServer(self._profile)
-
-            def control(method: str, path: str, body: bytes) -> bytes:
-                reply = asyncio.run_coroutine_threadsafe(server.control(method, path, body), loop)
-                content = reply.result(_CALL_TIMEOUT_S).body
-                assert isinstance(content, bytes)
-                return content
-
-            async with server.listening(self._host, self._port) as port:
-                judge = RunningJudge(self._profile, self._host, port, control)
-                started.set_result((judge, lambda: loop.call_soon_threadsafe(stopped.set)))
+            server, stopped = _JudgeServer(self._profile), asyncio.Event()
+            async with server.serving(listening):
+                started.set_result((server, asyncio.get_running_loop(), stopped))
                 await stopped.wait()
 
-        def run() -> None:
-            try:
-                run_loop(live())
-            except BaseException as error:
-                if started.done():
-                    raise
-                started.set_exception(error)  # raised in the caller's thread
+        def control(method: str, path: str, body: bytes) -> bytes:
+            reply = asyncio.run_coroutine_threadsafe(server.control(method, path, body), loop)
+            content = reply.result(_PATIENCE_S).body
+            assert isinstance(content, bytes)
+            return content
 
-        thread = threading.Thread(target=run, name="freewheel-mock-judge", daemon=True)
+        thread = threading.Thread(target=lambda: run_loop(live()), name="freewheel-mock-judge", daemon=True)
         thread.start()
-        judge, stop = started.result(_START_TIMEOUT_S)
+        server, loop, stopped = started.result(_PATIENCE_S)
         try:
-            yield judge
+            yield RunningJudge(self._profile, self._host, listening.getsockname()[1], control)
         finally:
-            stop()
-            thread.join(_STOP_TIMEOUT_S)
+            loop.call_soon_threadsafe(stopped.set)
+            thread.join(_PATIENCE_S)
 
     @contextmanager
     def in_process(self) -> Iterator[RunningJudge]:
@@ -451,15 +443,16 @@ def serve(
 ) -> None:
     """Serve until SIGINT or SIGTERM, then close cleanly and return. Call it in the main thread.
 
-    `ready` receives the address of chat completions once it is open.
+    `ready` receives the address of chat completions once it is open. Raises `ConfigError` if it cannot listen.
     """
+    listening = listen_or_say(host, port)
 
     async def run() -> None:
         stopped = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-        async with _JudgeServer(profile).listening(host, port) as bound:
-            ready(RunningJudge(profile, host, bound).url)
+        async with _JudgeServer(profile).serving(listening):
+            ready(RunningJudge(profile, host, listening.getsockname()[1]).url)
             await stopped.wait()
 
     run_loop(run())
