@@ -85,15 +85,7 @@ def test_the_key_is_nowhere_but_in_memory(
     source = "environment variable OPENAI_API_KEY" if header == "api-key" else "api_key argument"
     assert isinstance(halts[0], Failed) and source in halts[0].detail
     stats = judge.stats()
-    shown = [repr(v) for v in verdicts + halts]
-    shown += [
-        repr(judge),
-        str(judge),
-        repr(judge.config),
-        str(judge.config),
-        repr(endpoint),
-        repr(judge.config.api_key),
-    ]
+    shown = [repr(one) for one in (*verdicts, *halts, judge, judge.config, endpoint, judge.config.api_key)]
     shown += [str(judge.config.to_dict()), str(stats.to_dict()), repr(stats), stats.line(), stats.prometheus()]
     shown += [pickle.dumps(judge).decode("latin-1"), pickle.dumps(judge.config).decode("latin-1")]
     if judge.config.placement == "process":

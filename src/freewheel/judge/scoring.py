@@ -17,7 +17,7 @@ import stat
 import sys
 import time
 from codecs import BOM_UTF8
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
@@ -169,19 +169,16 @@ class CallsMeter:
     _SUMS = ("sent", "throttled", "prompt_tokens", "completion_tokens")
 
     def __init__(self) -> None:
-        self._before = Calls()
-        self._latest = Calls()
+        self._before: Counter[str] = Counter()
+        self._latest: Counter[str] = Counter()
 
     def update(self, stats: JudgeStats) -> Calls:
-        # Counters only grow, so lower ones belong to a new engine.
-        if stats.sent + self._before.sent < self._latest.sent:
-            self._before = self._latest
-        calls = Calls(cost=stats.cost, restarts=stats.restarts, in_flight=stats.in_flight, limit=stats.limit)
-        for name in self._SUMS:
-            counts = [getattr(endpoint, name) for endpoint in stats.endpoints]
-            setattr(calls, name, getattr(self._before, name) + sum(counts))
-        self._latest = calls
-        return calls
+        counts = Counter({name: sum(getattr(one, name) for one in stats.endpoints) for name in self._SUMS})
+        if counts["sent"] < self._latest["sent"]:  # counters only grow, so lower ones belong to a new engine
+            self._before += self._latest
+        self._latest = counts
+        current = {"restarts": stats.restarts, "in_flight": stats.in_flight, "limit": stats.limit}
+        return Calls(cost=stats.cost, **current, **(self._before + counts))
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
