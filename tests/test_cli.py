@@ -1,4 +1,4 @@
-"""The `freewheel` command as users meet it: real processes, a real judge on loopback, and what they do to it."""
+"""The `freewheel` command in real processes, with a real mock judge on loopback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The clients that the gateway is for, each as it is: only an address is changed."""
+"""The clients that the gateway serves. Each needs only another address."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ async def fetch(url: str, payload: dict[str, Any], tries: int) -> Any:
 
 
 def with_token(gateway: Talk, path: str) -> str:
-    """The only way for clients that have no setting for a header."""
+    """Return a URL with the token: the only way for clients that cannot set a header."""
     return f"http://worker:{TOKEN}@127.0.0.1:{gateway.port}{path}"
 
 

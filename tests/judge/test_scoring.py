@@ -161,25 +161,17 @@ def test_the_rule_stops_for_an_outage_and_for_failures_of_every_row_but_not_for_
         assert rule.why is not None and "none was scored" in rule.why.detail
 
 
-def test_a_judge_is_down_when_no_endpoint_works() -> None:
-    up, halted = EndpointStats(url="a", model="m"), EndpointStats(url="b", model="m", halted="401")
-    opened = EndpointStats(url="c", model="m", breaker="open")
-    assert not is_down(JudgeStats())
-    assert not is_down(JudgeStats(endpoints=[up, halted]))
-    assert is_down(JudgeStats(endpoints=[halted, opened]))
+def test_a_judge_is_down_when_no_endpoint_works_or_none_has_shown_a_sign_of_life() -> None:
+    def asked(**state: Any) -> EndpointStats:
+        return EndpointStats(url="a", model="m", sent=8, **state)
 
-
-def test_a_judge_without_a_sign_of_life_is_down_before_its_breaker_opens() -> None:
-    def asked(**counts: Any) -> EndpointStats:
-        return EndpointStats(url="a", model="m", sent=8, **counts)
-
-    silent, standby = asked(faults={"broken": 7, "timeout": 1}), EndpointStats(url="b", model="m")
-    halted = asked(faults={"auth": 8}, halted="401")
-    assert is_down(JudgeStats(endpoints=[silent])), "one row's attempts are fewer than the breaker's"
-    assert is_down(JudgeStats(endpoints=[silent, standby, halted]))
-    alive = [asked(answered=1), asked(throttled=8), asked(faults={"garbage": 8})]
-    for endpoint in alive:
-        assert not is_down(JudgeStats(endpoints=[silent, endpoint]))
+    unasked, halted, opened = EndpointStats(url="b", model="m"), asked(halted="401"), asked(breaker="open")
+    silent = asked(faults={"broken": 7, "timeout": 1})  # one row's attempts are fewer than the breaker's
+    for endpoints in ([halted, opened], [silent], [silent, unasked, halted]):
+        assert is_down(JudgeStats(endpoints=endpoints))
+    for alive in (asked(answered=1), asked(throttled=8), asked(faults={"garbage": 8})):
+        assert not is_down(JudgeStats(endpoints=[silent, alive]))
+    assert not is_down(JudgeStats()) and not is_down(JudgeStats(endpoints=[unasked, halted]))
 
 
 # -- accounts ----------------------------------------------------------------------------------------------------------
