@@ -25,7 +25,7 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -64,7 +64,7 @@ _SLIME_DEADLINE_S = 110.0
 _LIMIT_CODES = frozenset({"body_too_large", "batch_too_large", "body_timeout", "queue_full", "draining"})
 """Problems that count as a reached limit."""
 _DEADLINE_HEADER = "x-freewheel-deadline-s"
-_SERVER_NAME = "freewheel"
+_OUR_NAME = {"Server": "freewheel"}
 _JSON_TYPE = "application/json"
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -148,7 +148,7 @@ class Connections(web.Server):
         self._counts.connections += 1
         if len(self._open) >= self._limits.max_connections and not self._make_way(now):
             self._counts.rejected["connections"] += 1
-            transport.write(_NO_ROOM)
+            transport.write(_no_room())
             transport.close()
             return
         silence = self._loop.call_later(self._limits.header_timeout_s, self._close_silent, transport)
@@ -214,18 +214,15 @@ class Connections(web.Server):
         return web.BaseRequest(message, payload, protocol, writer, task, self._loop, client_max_size=most)
 
 
-def _write_raw(problem: Problem) -> bytes:
-    """Return a complete reply for a connection without an HTTP handler."""
+def _no_room() -> bytes:
+    """Return the complete reply to a connection that gets no HTTP handler."""
+    message = "the gateway has no connection to spare"
+    problem = Problem(HTTPStatus.SERVICE_UNAVAILABLE, "connections", message, temporary=True)
     body = problem.body()
-    headers = {"Content-Type": _JSON_TYPE, "Content-Length": str(len(body)), "Connection": "close"}
+    headers = {"Content-Type": _JSON_TYPE, "Content-Length": str(len(body)), "Connection": "close", **problem.headers}
     lines = [f"HTTP/1.1 {problem.status.value} {problem.status.phrase}"]
-    lines += [f"{name}: {value}" for name, value in {**headers, **problem.headers}.items()]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
     return ("\r\n".join(lines) + "\r\n\r\n").encode() + body
-
-
-_NO_ROOM = _write_raw(
-    Problem(HTTPStatus.SERVICE_UNAVAILABLE, "connections", "the gateway has no connection to spare", temporary=True)
-)
 
 
 class _Ended(web.StreamResponse):
@@ -245,13 +242,13 @@ class _Ended(web.StreamResponse):
 class EventStream:
     """One streamed chat completion."""
 
-    def __init__(self, request: web.BaseRequest, write_timeout_s: float, headers: Mapping[str, str]) -> None:
+    def __init__(self, request: web.BaseRequest, write_timeout_s: float) -> None:
         self._request = request
         self._timeout_s = write_timeout_s
         self._gone = False
         # Buffering proxies (nginx) would turn a stream into one late reply.
-        own = {hdrs.CONTENT_TYPE: _EVENTS_TYPE, hdrs.CACHE_CONTROL: "no-cache", "X-Accel-Buffering": "no"}
-        self.response = web.StreamResponse(headers={**own, **headers, "x-freewheel-cache": "miss"})
+        headers = {"Content-Type": _EVENTS_TYPE, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        self.response = web.StreamResponse(headers={**headers, **_OUR_NAME, "x-freewheel-cache": "miss"})
 
     async def write(self, chunk: bytes) -> None:
         """Write a chunk. Raises `OSError` if the client is gone or does not read for too long; the engine then frees
@@ -433,7 +430,7 @@ class Gateway:
         return _reply(verdict.content, headers=headers)
 
     async def _chat_stream(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
-        stream = EventStream(request, self.limits.write_timeout_s, {hdrs.SERVER: _SERVER_NAME})
+        stream = EventStream(request, self.limits.write_timeout_s)
         try:
             # No deadline unless the client sets one: a stream that has started has no time limit.
             [verdict] = await self._ask(request, [ChatRequest(body, sink=stream.write)], None)
@@ -458,7 +455,7 @@ class Gateway:
         return _reply(shapes.write_slime(verdicts[0], request.query.get("key")))
 
     async def _list_models(self, request: web.BaseRequest) -> web.StreamResponse:
-        model = {"id": self._config.model, "object": "model", "created": 0, "owned_by": _SERVER_NAME}
+        model = {"id": self._config.model, "object": "model", "created": 0, "owned_by": "freewheel"}
         return _reply(msgspec.json.encode({"object": "list", "data": [model]}))
 
     async def _health(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -483,7 +480,7 @@ class Gateway:
             draining=int(self._draining),
         )
         text = self.judge.stats().prometheus() + own
-        return _reply(text.encode(), headers={hdrs.CONTENT_TYPE: _METRICS_TYPE})
+        return _reply(text.encode(), headers={"Content-Type": _METRICS_TYPE})
 
 
 ROUTES: dict[str, tuple[str, Route]] = {
@@ -498,8 +495,8 @@ ROUTES: dict[str, tuple[str, Route]] = {
 
 
 def _reply(body: bytes, *, status: int = HTTPStatus.OK, headers: dict[str, str] | None = None) -> web.Response:
-    own: dict[str, str] = {hdrs.CONTENT_TYPE: _JSON_TYPE, hdrs.SERVER: _SERVER_NAME}
-    return web.Response(body=body, status=int(status), headers={**own, **(headers or {})})
+    headers = {"Content-Type": _JSON_TYPE, **_OUR_NAME, **(headers or {})}
+    return web.Response(body=body, status=int(status), headers=headers)
 
 
 def _deadline_s(text: str) -> float:

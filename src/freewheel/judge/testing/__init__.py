@@ -162,7 +162,7 @@ class _Epoch(Behaviour):
 
 
 class _JudgeServer(web.Server):
-    """One mock judge on the running loop, between `listen` and `stop`."""
+    """One mock judge on the running loop, as long as `serving` lasts."""
 
     def __init__(self, profile: JudgeProfile) -> None:
         log = server_log("freewheel.judge.testing.http")
