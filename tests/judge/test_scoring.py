@@ -242,7 +242,7 @@ def test_a_job_reports_its_progress(tmp_path: Path, mock: Callable[..., RunningJ
     assert told and told[-1].bytes_total == source.stat().st_size
     decided = [progress.decided for progress in told]
     assert decided == sorted(decided) and decided[-1] > 0
-    assert any(progress.calls.in_flight for progress in told)
+    assert any(progress.in_flight for progress in told)
 
 
 def test_a_stopped_retry_leaves_the_output_unchanged(tmp_path: Path, mock: Callable[..., RunningJudge]) -> None:

@@ -150,7 +150,7 @@ def is_down(stats: JudgeStats) -> bool:
 
 
 class Calls(msgspec.Struct, kw_only=True):
-    """This run's calls to the judge. `in_flight` and `limit` are current values."""
+    """This run's calls to the judge."""
 
     sent: int = 0
     throttled: int = 0
@@ -158,8 +158,6 @@ class Calls(msgspec.Struct, kw_only=True):
     completion_tokens: int = 0
     cost: float = 0.0
     restarts: int = 0
-    in_flight: int = 0
-    limit: int = 0
 
 
 class CallsMeter:
@@ -177,8 +175,7 @@ class CallsMeter:
         if counts["sent"] < self._latest["sent"]:  # counters only grow, so lower ones belong to a new engine
             self._before += self._latest
         self._latest = counts
-        current = {"restarts": stats.restarts, "in_flight": stats.in_flight, "limit": stats.limit}
-        return Calls(cost=stats.cost, **current, **(self._before + counts))
+        return Calls(cost=stats.cost, restarts=stats.restarts, **(self._before + counts))
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
@@ -193,6 +190,9 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     bytes_total: int | None
     elapsed_s: float
     calls: Calls
+    in_flight: int
+    limit: int
+    """Calls in flight now, and how many the judge's limiter allows."""
 
 
 class Stopped(msgspec.Struct, frozen=True, kw_only=True):
@@ -489,6 +489,7 @@ class ScoringJob:
             return
         self._reported_at = now
         open_batches = [(batch.size, handle.progress()) for batch, handle in self._open]
+        stats = self._judge.stats()
         self._on_progress(
             Progress(
                 tally=self._tally,
@@ -496,7 +497,9 @@ class ScoringJob:
                 bytes_done=self._bytes_done + sum(round(size * progress.share) for size, progress in open_batches),
                 bytes_total=self._source_bytes,
                 elapsed_s=now - self._started_at,
-                calls=self._meter.update(self._judge.stats()),
+                calls=self._meter.update(stats),
+                in_flight=stats.in_flight,
+                limit=stats.limit,
             )
         )
 
