@@ -1,4 +1,4 @@
-"""The `freewheel` command as users meet it: real processes, a real judge on loopback, and what they do to it."""
+"""The `freewheel` command in real processes, with a real mock judge on loopback."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -149,15 +148,10 @@ def test_reports_and_replies_that_find_no_room_are_not_lost_in_silence(scoring: 
     [
         (["--model", "m"], ["endpoint", "--endpoint"]),
         (["--endpoint", "http://127.0.0.1:1/v1"], ["model", "--model"]),
-        (["--endpoint", "ftp://x", "--model", "m"], ["endpoint", "ftp://x", "http"]),
         ([*NOBODY, "--rubric", "nope"], ["rubric", "nope", "integer"]),
-        ([*NOBODY, "--concurrency", "0"], ["concurrency", "auto"]),
         ([*NOBODY, "--max-cost", "1"], ["max_cost", "prices"]),
         ([*NOBODY, "--temperature", "hot"], ["--temperature", "hot", "none"]),
-        ([*NOBODY, "--temperature", "-1"], ["temperature", "at least 0"]),
-        ([*NOBODY, "--max-tokens", "0"], ["max_tokens"]),
         ([*NOBODY, "--sampling", "seed"], ["--sampling", "KEY=VALUE"]),
-        ([*NOBODY, "--sampling", "n=2"], ["sampling.n", "leave n out"]),
         ([*NOBODY, "--price-in", "1"], ["--price-out"]),
         ([*NOBODY, "--api-key-env", "NO_SUCH"], ["NO_SUCH", "not set"]),
         ([*NOBODY, "--config", "no.toml"], ["config", "no.toml"]),
@@ -190,33 +184,27 @@ def test_flags_override_the_settings_of_a_file(scoring: Scoring, tmp_path: Path)
     scoring.start_judge(model="m", keep_requests=1)
     config = tmp_path / "judge.toml"
     config.write_text('model = "wrong"\nmax_tokens = 8\n')
-    scoring.run("--config", config)
-    assert scoring.judge.requests()[0].json()["max_tokens"] == 8
+    scoring.run("--config", config, "--temperature", "none", "--sampling", "reasoning_effort=low")
+    sent = scoring.judge.requests()[0].json()
+    assert (sent["max_tokens"], sent["reasoning_effort"], "temperature" in sent) == (8, "low", False)
     config.write_text('endpont = "typo"\n')
     assert b"endpont" in scoring.run("--config", config, code=2).stderr
-
-
-def test_a_reasoning_model_can_be_asked_without_a_temperature(scoring: Scoring) -> None:
-    scoring.start_judge(keep_requests=1)
-    fields = ["max_completion_tokens=64", "reasoning_effort=low", 'stop=["a", "b=c"]', 'user="7"']
-    scoring.run("--temperature", "none", *(word for field in fields for word in ("--sampling", field)))
-    body = scoring.judge.requests()[0].json()
-    expected = {"max_completion_tokens": 64, "reasoning_effort": "low", "stop": ["a", "b=c"], "user": "7"}
-    assert "temperature" not in body and body.items() >= expected.items()
 
 
 @pytest.mark.parametrize(
     ("in_file", "flag", "made"),
     [("", None, 0.0), ("", "none", None), ("", "0.5", 0.5), ('"none"', None, None), ('"none"', "0.5", 0.5)],
 )
-def test_the_temperature_of_a_file_can_be_left_out_too(
+def test_the_temperature_can_be_left_out_and_more_fields_of_the_request_be_given(
     tmp_path: Path, in_file: str, flag: str | None, made: float | None
 ) -> None:
     config = tmp_path / "judge.toml"
     line = f"temperature = {in_file}\n" if in_file else ""
-    config.write_text(f'endpoint = "http://127.0.0.1:1"\nmodel = "m"\n{line}[sampling]\nseed = 1\n')
-    settings = judge_from_flags(config=config, temperature=flag, sampling=["seed=2"])
-    assert (settings.temperature, settings.sampling) == (made, {"seed": 2})
+    config.write_text(f'endpoint = "http://127.0.0.1:1"\nmodel = "m"\n{line}[sampling]\nseed = 1\ntop_k = 3\n')
+    fields = ["seed=2", "reasoning_effort=low", 'stop=["a", "b=c"]', 'user="7"']
+    settings = judge_from_flags(config=config, temperature=flag, sampling=fields)
+    expected = {"seed": 2, "top_k": 3, "reasoning_effort": "low", "stop": ["a", "b=c"], "user": "7"}
+    assert (settings.temperature, settings.sampling) == (made, expected)
 
 
 def test_fields_can_have_other_names_and_two_verdicts_share_a_row(scoring: Scoring) -> None:
@@ -263,16 +251,13 @@ def test_only_the_first_malformed_lines_are_named(scoring: Scoring) -> None:
     assert b"500 malformed (20 shown)" in errors
 
 
-def test_an_empty_input_gives_an_empty_output(scoring: Scoring) -> None:
-    scoring.write(0)
-    assert scoring.summary()["scored"] == 0 and scoring.target.read_bytes() == b""
-
-
 def test_rows_come_from_a_pipe_and_go_to_one(scoring: Scoring) -> None:
     scoring.write(200)
     done = run("score", "-", "-", *scoring.flags(), input=scoring.source.read_bytes())
     assert done.returncode == 0 and b"200 scored, 0 failed, 0 skipped" in done.stderr
     assert [json.loads(line)["id"] for line in done.stdout.splitlines()] == list(range(200))
+    empty = run("score", "-", "-", *scoring.flags())
+    assert (empty.returncode, empty.stdout) == (0, b"")
     assert run("score", "-", "-", *scoring.flags("--json")).returncode == 2, "both cannot have stdout"
 
 
@@ -289,12 +274,14 @@ def test_a_row_from_a_pipe_is_answered_at_once_and_the_wait_for_the_next_can_end
     assert program.wait(WAIT_S) == code
 
 
-def test_a_reader_that_goes_away_ends_it_in_silence(scoring: Scoring) -> None:
+def test_a_reader_that_goes_away_ends_it_without_an_error(scoring: Scoring) -> None:
     scoring.write(3000)
     program = scoring.begin("--quiet", target="-")
     assert program.stdout is not None and program.stderr is not None and program.stdout.readline()
     program.stdout.close()
-    assert program.wait(WAIT_S) == 141 and program.stderr.read() == b""
+    assert program.wait(WAIT_S) == 141
+    errors = program.stderr.read()  # a busy machine may cause warnings
+    assert b"error" not in errors and b"Traceback" not in errors
 
 
 def test_failed_rows_give_exit_code_1_and_can_be_retried(scoring: Scoring, tmp_path: Path) -> None:
@@ -378,18 +365,6 @@ def test_a_run_that_was_stopped_or_killed_continues_without_paying_twice(
     assert counts.most_received <= 2 and counts.received - 400 <= 8, "those in flight at the end, and no other"
 
 
-def test_the_death_of_the_engines_process_costs_no_row(scoring: Scoring) -> None:
-    scoring.start_judge(latency_s=0.05)
-    scoring.write(300)
-    program = scoring.begin("--concurrency", "fixed:8", "--json")
-    wait_until(lambda: scoring.judge.counts().answered > 40)
-    psutil.Process(program.pid).children()[0].kill()
-    output, errors = program.communicate(timeout=WAIT_S)
-    assert program.returncode == 0, errors
-    scoring.assert_complete(300)
-    assert json.loads(output)["calls"]["restarts"] == 1
-
-
 def test_an_output_of_another_input_or_rubric_is_refused(scoring: Scoring) -> None:
     scoring.run()
     before = scoring.target.read_bytes()
@@ -442,17 +417,6 @@ def test_a_judge_that_gives_no_score_is_not_paid_for_the_whole_file(
     done = scoring.run("--concurrency", "fixed:8", "--json", code=3)
     assert json.loads(done.stdout)["stopped"]["reason"] == reason and text in done.stderr
     assert scoring.judge.counts().received < 3000
-
-
-def test_the_cost_ceiling_stops_a_run_and_a_further_run_continues(scoring: Scoring) -> None:
-    scoring.start_judge(latency_s=0.05)
-    scoring.write(100)
-    prices = ("--price-in", 10, "--price-out", 10, "--concurrency", "fixed:4")
-    summary = scoring.summary(*prices, "--max-cost", 0.1, code=3)
-    assert summary["stopped"]["reason"] == "budget" and summary["calls"]["cost"] <= 0.1
-    scoring.run(*prices)
-    scoring.assert_complete(100)
-    assert scoring.judge.counts().received == 100
 
 
 @pytest.mark.parametrize("count", [1, 200])
@@ -558,7 +522,7 @@ def test_the_mock_judge_refuses_settings_that_cannot_work(tmp_path: Path) -> Non
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         done = run("mock-judge", "--port", port)
-    assert done.returncode == 2 and f"127.0.0.1:{port}': it cannot listen there".encode() in done.stderr
+    assert done.returncode == 2 and f"--port = {port}: it cannot listen there".encode() in done.stderr
 
 
 def test_a_file_that_may_not_be_read_is_one_line_and_no_traceback(

@@ -7,7 +7,7 @@ import typer
 from freewheel.cli import train as commands
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
-app.command(epilog=commands.EPILOG)(commands.train)
+app.command(epilog=commands.TRAIN_EPILOG)(commands.train)
 
 
 def main() -> None:

@@ -214,7 +214,7 @@ def test_the_judge_of_the_configuration_is_asked(monkeypatch):
     ("flags", "text"),
     [
         (["--judge", "nowhere"], "--judge = 'nowhere'"),
-        (["--judge-model", "j"], "--judge-model = 'j': it says how to ask a judge that --judge names"),
+        (["--judge-model", "j"], "--judge-model = 'j': it is only used with --judge"),
         (["--judge", "http://127.0.0.1:9/v1", "--api-key-env", "NOT_SET_ANYWHERE"], "that variable is not set"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Gateways to talk to: on the test's own loop, or as the program that users start."""
+"""Gateways on the test's own loop, or as the program that users start."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from freewheel.gateway.limits import TOKEN_ENV, Doorkeeper, Limits
 from freewheel.gateway.server import Gateway
 from freewheel.judge import JudgeConfig, Secret
 from freewheel.judge.testing import JudgeProfile, MockJudge, RunningJudge
+from freewheel.utils.http import listen
 
 Mock = Callable[..., RunningJudge]
 Start = Callable[..., Any]
@@ -50,12 +51,12 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def chat(content: str, **fields: Any) -> dict[str, Any]:
-    """As judge code sends it: with `temperature` 0, equal ones are one."""
+    """Return a body as judge code sends it. With `temperature` 0, equal requests share one call."""
     return {"model": MODEL, "messages": [{"role": "user", "content": content}], "temperature": 0, **fields}
 
 
 class Talk:
-    """A gateway on the test's loop, and a client of it."""
+    """A gateway on the test's loop, and its client."""
 
     def __init__(self, gateway: Gateway, session: aiohttp.ClientSession, port: int) -> None:
         self.gateway = gateway
@@ -113,17 +114,18 @@ async def talk() -> AsyncIterator[Callable[..., Any]]:
             config = JudgeConfig(endpoint=endpoint, **{"model": MODEL, **settings})
             gateway = Gateway(config, Limits(**(limits or {})), shares_samples=shares_samples)
             door = Doorkeeper("127.0.0.1", Secret(token) if token else None)
-            port = await gateway.start("127.0.0.1", 0, door)
+            listening = listen("127.0.0.1", 0)
+            await gateway.start(listening, door)
             stack.push_async_callback(gateway.stop)
             connector = aiohttp.TCPConnector(limit=0)
             session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
-            return Talk(gateway, session, port)
+            return Talk(gateway, session, listening.getsockname()[1])
 
         yield start
 
 
 class Program:
-    """`freewheel serve` in a process of its own."""
+    """`freewheel serve` in a separate process."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self.process = process
@@ -142,7 +144,7 @@ class Program:
         self.process.send_signal(number)
 
     def end(self) -> tuple[int, str]:
-        """(exit code, what it said on stderr)."""
+        """Return the exit code and what was written to stderr."""
         _, said = self.process.communicate(timeout=WAIT_S)
         return self.process.returncode, said.decode()
 

@@ -26,40 +26,34 @@ def basic(user: str, password: str) -> str:
     return "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "judge.example"])
-def test_other_machines_need_a_token(host: str):
-    with pytest.raises(ConfigError, match=r"set FREEWHEEL_GATEWAY_TOKEN, or use 127\.0\.0\.1"):
-        Doorkeeper(host)
-    Doorkeeper(host, Secret(TOKEN))
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
-def test_loopback_needs_no_token_but_refuses_web_pages(host: str):
-    Doorkeeper(host).check({})
-    with pytest.raises(Problem) as caught:
-        Doorkeeper(host).check({"Origin": "https://evil.example"})
-    assert caught.value.status == 403
-
-
-def test_a_token_that_could_be_guessed_is_refused_without_being_shown():
-    with pytest.raises(ConfigError, match="at least 16") as caught:
-        Doorkeeper("0.0.0.0", Secret("sesame"))
-    assert "sesame" not in str(caught.value)
-
-
-@pytest.mark.parametrize("header", [f"Bearer {TOKEN}", f"bearer  {TOKEN}", basic("", TOKEN), basic("any", TOKEN)])
-def test_the_token_comes_as_a_bearer_or_as_a_password(header: str):
-    Doorkeeper("0.0.0.0", Secret(TOKEN)).check({"Authorization": header})
+def test_other_machines_need_a_token_and_web_pages_need_one_on_loopback():
+    for host in ("0.0.0.0", "::", "10.0.0.7", "judge.example"):
+        with pytest.raises(ConfigError, match=r"set FREEWHEEL_GATEWAY_TOKEN, or use 127\.0\.0\.1"):
+            Doorkeeper(host)
+        with pytest.raises(ConfigError, match="at least 16") as caught:
+            Doorkeeper(host, Secret("sesame"))
+        assert "sesame" not in str(caught.value)
+    for host in ("127.0.0.1", "::1", "localhost"):
+        Doorkeeper(host).check({})
+        with pytest.raises(Problem) as refused:
+            Doorkeeper(host).check({"Origin": "https://evil.example"})
+        assert refused.value.status == 403
 
 
 @pytest.mark.parametrize(
-    "header",
-    ["", TOKEN, "Bearer", "Bearer ", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", "Bearer \udcff", "Basic %",
-     basic(TOKEN, "")],
-)  # fmt: skip
-def test_any_other_header_is_a_401_that_does_not_show_the_token(header: str):
+    ("header", "is_known"),
+    [
+        *((header, True) for header in (f"Bearer {TOKEN}", f"bearer  {TOKEN}", basic("", TOKEN), basic("any", TOKEN))),
+        *((header, False) for header in ("", TOKEN, "Bearer", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}")),
+        *((header, False) for header in ("Bearer \udcff", "Basic %", basic(TOKEN, ""))),
+    ],
+)
+def test_the_token_is_a_bearer_or_a_password_and_a_401_does_not_show_it(header: str, is_known: bool):
+    door = Doorkeeper("0.0.0.0", Secret(TOKEN))
+    if is_known:
+        return door.check({"Authorization": header})
     with pytest.raises(Problem) as caught:
-        Doorkeeper("127.0.0.1", Secret(TOKEN)).check({"Authorization": header})
+        door.check({"Authorization": header})
     assert caught.value.status == 401 and TOKEN not in caught.value.body().decode()
 
 
@@ -113,11 +107,8 @@ async def test_a_full_queue_asks_clients_to_slow_down(mock: Mock, talk: Start):
     assert (await gateway.chat("one more")).status == 200
     assert gateway.gateway.counts.rejected["queue_full"] == 1
     never_fits = await gateway.post("/score", ["a", "b", "c", "d"])
-    assert (never_fits.status, never_fits.code, never_fits.headers["x-should-retry"]) == (
-        413,
-        "batch_too_large",
-        "false",
-    )
+    assert (never_fits.status, never_fits.code) == (413, "batch_too_large")
+    assert never_fits.headers["x-should-retry"] == "false"
 
 
 # -- connections ------------------------------------------------------------------------------------------------------
@@ -141,7 +132,7 @@ async def test_connections_beyond_the_limit_are_refused_with_a_reason(mock: Mock
 async def test_an_idle_connection_makes_way_for_a_new_one_and_a_busy_one_does_not(
     mock: Mock, talk: Start, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("freewheel.gateway.connections.EVICT_IDLE_S", 0.0)
+    monkeypatch.setattr("freewheel.gateway.server.EVICT_IDLE_S", 0.0)
     gateway: Talk = await talk(mock().url, limits={"max_connections": 1})
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     await until(lambda: len(gateway.gateway._connections) == 1)

@@ -23,16 +23,6 @@ def free_port() -> int:
 # -- chat completions -------------------------------------------------------------------------------------------------
 
 
-async def test_a_chat_completion_comes_back_as_the_upstream_gave_it(mock: Mock, talk: Start):
-    judge = mock(keep_requests=1)
-    gateway = await talk(judge.url)
-    sent = json.dumps({**chat("What is it?"), "top_p": 0.5, "custom": [1, {"a": None}]}, indent=3).encode()
-    reply = await gateway.post(CHAT, sent)
-    assert reply.status == 200 and reply.headers["Content-Type"] == "application/json"
-    assert reply.json["object"] == "chat.completion" and reply.json["usage"]["total_tokens"] > 0
-    assert judge.requests()[0].body == sent.decode()
-
-
 async def test_equal_completions_share_one_call_unless_a_fresh_one_or_a_sample_is_wanted(mock: Mock, talk: Start):
     judge = mock(latency_s=0.1)
     gateway = await talk(judge.url)
@@ -102,6 +92,10 @@ async def test_a_failure_has_its_status_and_tells_whether_to_try_again(
 # -- streams ----------------------------------------------------------------------------------------------------------
 
 
+_BODY = json.dumps(chat("hi", stream=True)).encode()
+RAW_STREAM = b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (CHAT.encode(), len(_BODY), _BODY)
+
+
 async def read_stream(gateway: Talk, content: str) -> tuple[list[float], bytes]:
     loop, at, whole = asyncio.get_running_loop(), [], b""
     async with gateway.session.post(gateway.url + CHAT, json=chat(content, stream=True)) as reply:
@@ -134,8 +128,7 @@ async def test_a_drain_breaks_a_stream_off_as_any_other_failure_does(mock: Mock,
     """An error event and a cut connection; not a second reply in the middle of the first."""
     gateway: Talk = await talk(mock(drip_share=1.0, drip_s=20.0).url)
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
-    body = json.dumps(chat("hi", stream=True)).encode()
-    writer.write(b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (CHAT.encode(), len(body), body))
+    writer.write(RAW_STREAM)
     assert (await reader.readuntil(b"data: ")).startswith(b"HTTP/1.1 200")
     stopping = asyncio.create_task(gateway.gateway.stop(0.0))
     rest = await reader.read()
@@ -157,28 +150,15 @@ async def test_a_client_that_leaves_its_stream_ends_it_upstream(mock: Mock, talk
 async def test_a_client_that_does_not_read_its_stream_is_cut_off(mock: Mock, talk: Start):
     judge = mock(drip_share=1.0, drip_s=1.0, scores={"hi": "long " * 2_000_000})
     gateway: Talk = await talk(judge.url, limits={"write_timeout_s": 0.5})
-    body = json.dumps(chat("hi", stream=True)).encode()
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
         client.connect(("127.0.0.1", gateway.port))
-        client.sendall(
-            b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (CHAT.encode(), len(body), body)
-        )
+        client.sendall(RAW_STREAM)
         await until(lambda: judge.counts().received == 1)
         await until(lambda: len(gateway.gateway._connections) == 0 and judge.counts().in_flight == 0)
 
 
 # -- rewards ----------------------------------------------------------------------------------------------------------
-
-
-async def test_score_gives_a_verdict_for_each_request_in_their_order(mock: Mock, talk: Start):
-    gateway = await talk(mock(scores={"bad": "no number", "good": "9"}).url, reasks=0)
-    given = {"requests": [{"response": "good"}, {"response": "bad"}, {"response": "c", "skip": "s"}]}
-    told = (await gateway.post("/score", given)).json["verdicts"]
-    assert [(entry["status"], entry.get("value"), entry.get("reason")) for entry in told] == [
-        ("scored", 9.0, None), ("failed", None, "unparseable"), ("skipped", None, "s")
-    ]  # fmt: skip
-    assert (await gateway.post("/score", [])).json == {"verdicts": []}
 
 
 async def test_all_shapes_share_one_cache(mock: Mock, talk: Start):
@@ -196,11 +176,7 @@ async def test_a_body_that_is_not_json_or_nested_too_deep_is_refused_everywhere(
     for path in (CHAT, "/score", "/openrlhf", "/slime"):
         for content in (b"", b"{", b"nonsense", b"[" * 200_000, b"\xff"):
             reply = await gateway.post(path, content)
-            assert (reply.status, reply.code, reply.json["error"]["type"]) == (
-                400,
-                "invalid_json",
-                "invalid_request_error",
-            )
+            assert (reply.status, reply.code) == (400, "invalid_json")
     for depth in (900, 990, 1000, 100_000):
         nested = b'{"model": "%b", "messages": [%b]}' % (MODEL.encode(), b"[" * depth + b"]" * depth)
         assert (await gateway.post(CHAT, nested)).status in (200, 400)

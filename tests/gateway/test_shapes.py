@@ -112,11 +112,6 @@ def test_a_wrong_field_is_named_in_a_400(read: Any, given: Any, param: str):
     assert str(problem).startswith(f"{param} = ")
 
 
-def test_another_model_is_refused_by_the_gateway_itself():
-    problem = refused(read_chat, encode({**ASK, "model": "gpt-9"}))
-    assert (problem.status, problem.code) == (404, "model_not_found") and "'judge'" in str(problem)
-
-
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b'{"a": NaN}', b'{"a": "\\ud8"}'])
 def test_a_body_that_is_not_json_is_a_400(content: bytes):
     assert (problem := refused(shapes.read_json, content)).status == 400 and problem.code == "invalid_json"
@@ -140,13 +135,6 @@ def test_only_a_scored_verdict_has_a_value():
         },
         {"status": "skipped", "reason": "gate"},
     ]  # fmt: skip
-
-
-def test_trainers_get_bare_numbers():
-    assert json.loads(shapes.write_openrlhf([])) == {"rewards": [], "scores": [], "extra_logs": {}}
-    assert json.loads(shapes.write_openrlhf([Scored(7.0)]))["rewards"] == [7.0]
-    assert json.loads(shapes.write_slime(Scored(7.0))) == 7.0
-    assert json.loads(shapes.write_slime(Scored(7.0), "score")) == {"score": 7.0}
 
 
 @pytest.mark.parametrize("reason", list(Reason))

@@ -1,6 +1,7 @@
 """Replies as judges really send them, for a scale of integers from 1 to 10.
 
-Each branch of the parser, and each alternative of its patterns, that such replies can tell apart is held by three.
+Each branch of the parser, and each alternative of its patterns, that such replies can tell apart is tested by two or
+three, here or in the properties of `test_parse.py`.
 """
 
 from __future__ import annotations
@@ -9,18 +10,14 @@ READ_AS_SEVEN: list[str] = [
     "7️⃣",
     "٧",
     "__7__",
-    "`7`",
     '"7"',
     "# 7",
     "> 7",
-    "```\n7\n```",
-    "\\boxed{7}",
     "\\[ \\boxed{\\text{7}} \\]",
     "<b>7</b>",
     "<answer>7</answer>",
     "7 / 10",
     "7 out of 10.",
-    "7分",
     "7分。",
     "7点",
     "7점",
@@ -39,7 +36,6 @@ READ_AS_SEVEN: list[str] = [
     "| Score | 7 |",
     "My score is 7.",
     "The final score is 7.",
-    "I'd rate this a 7.",
     "I would give the response a 7.",
     "Score: 7 because the answer is right.",
     "Score: 7\nConfidence: 90%",
@@ -54,7 +50,6 @@ READ_AS_SEVEN: list[str] = [
     "The answer 42 is right, published 2024-01-07 with v1.2.3. Score: 7",
     "On a scale of 1 to 10: 7",
     "My assessment: 7",
-    "最终评分 7",
     "最终评分：7",
     "评分：７分",
     "得分: 7",
@@ -64,7 +59,6 @@ READ_AS_SEVEN: list[str] = [
     "スコア：7",
     "評価: 7",
     "점수: 7",
-    "Оценка: 7",
     "Оценка: 7 из 10",
     "Note : 7/10",
     "Note finale : 7",
@@ -86,7 +80,6 @@ READ_AS_SEVEN: list[str] = [
     "الدرجة: ٧",
     "التقييم: ٧",
     "Điểm: 7",
-    '{"score": 7}',
     '{"score": "7"}',
     '```json\n{"score": 7, "reason": "clear"}\n```',
     "<think>\nMaybe 8.\nScore: 8\n</think>\n\n7",

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from freewheel.judge import ConfigError, Endpoint, JudgeConfig, Price, Rubric, Secret, load_rubric
+from freewheel.judge import ConfigError, Endpoint, JudgeConfig, Price, Secret, load_rubric
 from freewheel.judge.config import parse_concurrency
 
 URL = "http://127.0.0.1:8000/v1"
@@ -80,19 +80,20 @@ def test_every_setting_has_bad_values_here() -> None:
     assert set(BAD_ENDPOINT) == set(Endpoint.__struct_fields__)
 
 
-@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in BAD.items() for value in values])
-def test_a_setting_that_cannot_work_is_refused_by_its_name(key: str, value: Any) -> None:
-    given = {"endpoint": URL, "model": "m", key: value}
-    for make in (lambda: JudgeConfig(**given), lambda: JudgeConfig.from_dict(given)):
-        with pytest.raises(ConfigError, match=key) as caught:
-            make()
-        assert str(caught.value).count(":") and len(str(caught.value)) > len(key) + 10
+@pytest.mark.parametrize("key", BAD)
+def test_a_setting_that_cannot_work_is_refused_by_its_name(key: str) -> None:
+    for value in BAD[key]:
+        given = {"endpoint": URL, "model": "m", key: value}
+        for make in (lambda given=given: JudgeConfig(**given), lambda given=given: JudgeConfig.from_dict(given)):
+            with pytest.raises(ConfigError, match=f"{key}.*: ."):
+                make()
 
 
-@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in BAD_ENDPOINT.items() for value in values])
-def test_an_endpoints_setting_that_cannot_work_is_refused_by_its_name(key: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match="endpoint" if key == "url" else key):
-        Endpoint(**{"url": URL, key: value})
+@pytest.mark.parametrize("key", BAD_ENDPOINT)
+def test_an_endpoints_setting_that_cannot_work_is_refused_by_its_name(key: str) -> None:
+    for value in BAD_ENDPOINT[key]:
+        with pytest.raises(ConfigError, match="endpoint" if key == "url" else key):
+            Endpoint(**{"url": URL, key: value})
 
 
 @pytest.mark.parametrize(
@@ -112,13 +113,9 @@ def test_a_url_that_cannot_work_is_refused(url: str, remedy: str) -> None:
 @pytest.mark.parametrize(
     ("given", "asked"),
     [
-        ("http://h", "http://h/v1/chat/completions"),
         ("http://h/", "http://h/v1/chat/completions"),
         (" http://h:8000/v1/ ", "http://h:8000/v1/chat/completions"),
         ("https://H.Example/V1/", "https://h.example/V1/chat/completions"),
-        ("https://h/openai/v4", "https://h/openai/v4/chat/completions"),
-        ("https://h/v1beta", "https://h/v1beta/chat/completions"),
-        ("https://h/custom", "https://h/custom/chat/completions"),
         ("https://g.example/v1beta/openai/", "https://g.example/v1beta/openai/chat/completions"),
         (
             "https://a.example/openai/deployments/X?api-version=2024-10-21",
@@ -126,8 +123,7 @@ def test_a_url_that_cannot_work_is_refused(url: str, remedy: str) -> None:
         ),
         ("http://h?key=1", "http://h/v1/chat/completions?key=1"),
         ("https://h/deep/chat/completions", "https://h/deep/chat/completions"),
-        ("https://h/deep/chat/completions/", "https://h/deep/chat/completions"),
-        ("https://h/d/chat/completions?api-version=2", "https://h/d/chat/completions?api-version=2"),
+        ("https://h/d/chat/completions/?api-version=2", "https://h/d/chat/completions?api-version=2"),
         ("https://h/v1#part", "https://h/v1/chat/completions"),
         ("http://[::1]:8000/v1", "http://[::1]:8000/v1/chat/completions"),
     ],
@@ -142,6 +138,7 @@ def test_a_base_url_is_completed_as_openai_clients_do(given: str, asked: str) ->
         ({"concurency": 3}, r"concurency = 3: unknown key; known are .*concurrency"),
         ({"endpoint": [{"url": URL, "nonsense": 1}]}, r"endpoint.nonsense = 1: unknown key"),
         ({"endpoint": [{"weight": 1}]}, r"endpoint.url = None: it is missing"),
+        ({"model": "  "}, "model"),
         ({"endpoint": [Endpoint(url=URL), Endpoint(url=URL + "/")]}, "twice"),
         ({"endpoint": Endpoint(url=URL, weight=0)}, "at least one endpoint needs a weight"),
         ({"endpoint": TWO, "max_cost": 1}, "prices for m, other"),
@@ -153,9 +150,7 @@ def test_settings_that_do_not_fit_together_are_refused(given: dict[str, Any], ex
         JudgeConfig.from_dict({"endpoint": URL, "model": "m", **given})
 
 
-def test_a_missing_model_is_named_and_a_price_for_every_model_is_enough() -> None:
-    with pytest.raises(ConfigError, match="model"):
-        JudgeConfig.from_dict({"endpoint": URL})
+def test_a_price_for_every_model_is_enough_for_a_spend_ceiling() -> None:
     config(endpoint=TWO, max_cost=1, prices={"m": {"input": 1, "output": 2}, "other": {"input": 0, "output": 0}})
 
 
@@ -222,12 +217,6 @@ def test_a_config_is_copied_with_its_key_and_pickled_without_it(monkeypatch: pyt
     assert key is not None and key.reveal() == "from-env"
 
 
-def test_a_config_cannot_be_changed_after_its_checks() -> None:
-    with pytest.raises(AttributeError):
-        config().max_attempts = 0  # type: ignore[misc]
-    assert isinstance(config().loaded_rubric, Rubric)
-
-
 # -- the key ---------------------------------------------------------------------------------------------------------
 
 KEY = "sk-distinctive-0123456789"
@@ -265,11 +254,7 @@ def test_a_pickled_key_is_read_again_from_the_variable_it_came_from(monkeypatch:
     assert pickle.loads(pickle.dumps(Secret("EMPTY"))).reveal() == "EMPTY", "the placeholder is no secret"
 
 
-def test_a_key_in_a_servers_reply_is_redacted() -> None:
+def test_a_key_in_a_servers_reply_is_redacted_and_keys_are_compared_by_text() -> None:
     assert Secret(KEY).redact(f"bad key {KEY}!") == "bad key [key]!"
     assert Secret(None).redact("text") == "text"
-
-
-def test_two_keys_are_equal_by_text_and_differ_from_text() -> None:
-    assert Secret(KEY) == Secret(KEY, source="elsewhere")
-    assert Secret(KEY) != KEY and Secret(KEY) != Secret("other")
+    assert Secret(KEY) == Secret(KEY, source="elsewhere") != KEY

@@ -1,7 +1,6 @@
 """The mock judge's decisions and replies, without a server and without a clock."""
 
 import re
-from itertools import accumulate
 from statistics import fmean
 
 import msgspec
@@ -33,9 +32,8 @@ def content(number: int) -> Content:
     return Content.of(f"answer number {number}")
 
 
-def decide(behaviour: Behaviour, now: float = 0.0, text: str = "an answer", *, model: str = "judge",
-           authorization: str | None = None) -> Plan | Refusal | None:  # fmt: skip
-    return behaviour.decide(now, Ask([Message("user", text)], model=model), authorization)
+def decide(behaviour: Behaviour, now: float = 0.0) -> Plan | Refusal | None:
+    return behaviour.decide(now, Ask([Message("user", "an answer")]))
 
 
 def refused(decision: Plan | Refusal | None) -> tuple[int, str | None, dict[str, str]]:
@@ -61,12 +59,6 @@ def test_each_fault_occurs_as_often_as_its_share() -> None:
         assert faults.count(fault) / len(faults) == pytest.approx(share, abs=0.026)
     everything = JudgeProfile(hang_share=1.0)
     assert {plan_for(everything, content(number), 0).fault for number in range(200)} == {Fault.HANG}
-
-
-def test_faults_per_content_ends_the_faults_of_a_content() -> None:
-    profile = JudgeProfile(error_share=1.0, faults_per_content=2)
-    assert plan_for(profile, content(0), 1, faults_so_far=1).fault is Fault.ERROR
-    assert plan_for(profile, content(0), 2, faults_so_far=2).fault is None
 
 
 def test_latencies_are_fixed_or_lognormal_with_the_configured_mean() -> None:
@@ -114,7 +106,7 @@ def test_a_rate_limit_names_the_limit_and_the_wait() -> None:
         "x-ratelimit-remaining-requests": "0",
         "x-ratelimit-reset-requests": "1.75s",
     }
-    assert isinstance(decide(behaviour, now=6.0), Plan)
+    assert [type(decide(behaviour, now=6.0)) for _ in range(2)] == [Plan, Refusal]
 
 
 def test_both_rate_limits_must_have_room_and_a_rejected_request_is_not_charged() -> None:
@@ -127,45 +119,11 @@ def test_both_rate_limits_must_have_room_and_a_rejected_request_is_not_charged()
     assert full.admit(0.0, 1000) == ("tokens", pytest.approx(60.0))
 
 
-@given(st.floats(1.0, 6000.0), st.floats(0.1, 60.0), st.lists(st.floats(0.0, 5.0), max_size=60))
-def test_a_rate_limit_never_admits_more_than_its_burst_and_its_rate(
-    per_minute: float, window_s: float, gaps: list[float]
-) -> None:
-    limits = RateLimits(JudgeProfile(requests_per_minute=per_minute, rate_window_s=window_s))
-    times = list(accumulate(gaps, initial=0.0))
-    admitted = [limits.admit(now, 1) is None for now in times]
-    burst = max(1.0, per_minute * window_s / 60)
-    for now, count in zip(times, accumulate(admitted), strict=True):
-        assert count <= burst + now * per_minute / 60 + 1e-6
-    assert admitted[0]
-
-
-@pytest.mark.parametrize(
-    ("settings", "known", "status", "code"),
-    [
-        ({"api_key": "right"}, {"authorization": "Bearer wrong"}, 401, "invalid_api_key"),
-        ({"api_key": "right"}, {}, 401, "invalid_api_key"),
-        ({"model": "this"}, {"model": "that"}, 404, "model_not_found"),
-        ({"insufficient_quota": True}, {}, 429, "insufficient_quota"),
-        ({"max_prompt_chars": 5}, {"text": "longer"}, 400, "context_length_exceeded"),
-        ({"outages": [(0.0, 5.0)], "outage_kind": "503"}, {}, 503, None),
-    ],
-)
-def test_an_unacceptable_request_is_refused_with_its_code(
-    settings: dict[str, object], known: dict[str, str], status: int, code: str | None
-) -> None:
-    assert refused(decide(Behaviour(JudgeProfile(**settings)), **known))[:2] == (status, code)
-
-
 @pytest.mark.parametrize(
     ("settings", "key"),
     [
         ({"error_share": 1.5}, "error_share"),
         ({"error_share": 0.6, "hang_share": 0.6}, "shares"),
-        ({"latency_s": float("nan")}, "latency_s"),
-        ({"time_scale": 0.0}, "time_scale"),
-        ({"knee": 0}, "knee"),
-        ({"error_status": 200}, "error_status"),
         ({"score_low": 5, "score_high": 4}, "score_low"),
         ({"outages": [(1.0, -1.0)]}, "outages"),
         ({"throttle_bursts": [(1.0,)]}, "throttle_bursts"),
@@ -191,13 +149,10 @@ def test_a_nonce_is_not_part_of_the_content() -> None:
     assert Content.of("Rate <0123456789abcde> this") != plain
 
 
-@pytest.mark.parametrize("style", STYLES)
-def test_every_style_ends_with_the_score(style: str) -> None:
-    reply = reply_text(JudgeProfile(reply_style=style), content(0)).split("</think>")[-1]
-    assert re.findall(r"\d+", reply)[0] == str(expected_score("answer number 0"))
-
-
-def test_the_mixed_style_uses_every_style() -> None:
+def test_every_style_ends_with_the_score_and_the_mixed_style_uses_them_all() -> None:
+    for style in STYLES:
+        reply = reply_text(JudgeProfile(reply_style=style), content(0)).split("</think>")[-1]
+        assert re.findall(r"\d+", reply)[0] == str(expected_score("answer number 0"))
     profile = JudgeProfile(reply_style="mixed")
     shapes = {re.sub(r"\d+", "N", reply_text(profile, content(number))) for number in range(100)}
     assert len(shapes) == len(STYLES)

@@ -179,8 +179,6 @@ def raising(reply: str) -> float:
         (part_that_is_not_finite, "x", None),
         (raising, "x", None),
         (float, "nan", None),
-        (float, "inf", None),
-        (float, "x", None),
     ],
 )
 def test_a_custom_parser_reads_the_reply_and_its_failure_makes_it_unparseable(
@@ -194,11 +192,9 @@ def test_a_custom_parser_reads_the_reply_and_its_failure_makes_it_unparseable(
         assert reader(reply) == expected
 
 
-@pytest.mark.parametrize("path", ["no_such_package:f", "json:no_such_function", "json:__doc__"])
-def test_a_custom_parser_that_cannot_be_imported_is_a_config_error(path: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        make_reader(rubric(path))
-    assert error.value.key == "rubric.parser"
+def test_a_custom_parser_that_cannot_be_called_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match=r"^rubric.parser = "):
+        make_reader(rubric("json:__doc__"))
 
 
 # -- properties ------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from freewheel.errors import ConfigError
-from freewheel.judge.rubric import BUILTIN, Rubric, load_rubric
+from freewheel.judge.rubric import BUILTIN, load_rubric
 
 CRITERIA: dict[str, Any] = {"parser": "criteria"}
 OWN: dict[str, Any] = {"parser": "package.module:function"}
@@ -23,7 +23,6 @@ OWN: dict[str, Any] = {"parser": "package.module:function"}
         ("system", {"system": ""}),
         ("system", {"system": "a\ud800"}),
         ("closing", {"closing": "a\ud800"}),
-        ("parser", {"parser": "integr"}),
         ("parser", {"parser": "module:"}),
         ("parser", {"parser": "module.function"}),
         ("place", {"place": "middle"}),
@@ -31,7 +30,6 @@ OWN: dict[str, Any] = {"parser": "package.module:function"}
         ("high", {"high": float("inf")}),
         ("high", {"high": "ten"}),
         ("low", {"low": 10.0}),
-        ("low", {"low": 11.0}),
         ("low", {"low": 1.2, "high": 1.8}),
         ("low", {"low": True}),
         ("criteria", {"criteria": {"clarity": 1.0}}),
@@ -61,19 +59,13 @@ def test_a_field_that_cannot_work_is_refused_by_its_name(key: str, fields: dict[
     assert error.value.key == f"rubric.{key}"
 
 
-def test_the_default_rubric_asks_for_one_integer_from_1_to_10() -> None:
+def test_a_built_in_rubric_loads_by_its_name_and_the_default_asks_for_one_integer_from_1_to_10() -> None:
+    for name, rubric in BUILTIN.items():
+        assert load_rubric(name) is load_rubric(rubric) is rubric
     rubric = BUILTIN["integer"]
     assert (rubric.parser, rubric.low, rubric.high, rubric.place) == ("integer", 1.0, 10.0, "only")
     assert "one integer from 1 to 10 and nothing else" in rubric.system
     assert rubric.closing_text().endswith("one integer from 1 to 10 and nothing else.")
-
-
-@pytest.mark.parametrize("name", BUILTIN)
-def test_a_built_in_rubric_loads_by_its_name_and_survives_json(name: str) -> None:
-    rubric = load_rubric(name)
-    assert rubric is BUILTIN[name]
-    assert load_rubric(rubric) is rubric
-    assert msgspec.json.decode(msgspec.json.encode(rubric), type=Rubric) == rubric
 
 
 def test_the_identity_changes_with_what_is_sent() -> None:
@@ -157,11 +149,8 @@ def test_an_error_lists_the_choices(spec: Any, expected: str) -> None:
         load_rubric(spec)
 
 
-@pytest.mark.parametrize(
-    ("name", "content"), [("a.json", b"{"), ("a.json", b"[]"), ("a.toml", b"a ="), ("a.toml", b"\xff")]
-)
-def test_a_broken_file_is_a_config_error(tmp_path: Path, name: str, content: bytes) -> None:
-    path = tmp_path / name
-    path.write_bytes(content)
-    with pytest.raises(ConfigError, match=name):
-        load_rubric(path)
+def test_a_broken_file_is_a_config_error_with_its_name(tmp_path: Path) -> None:
+    for name, content in (("a.json", b"{"), ("a.json", b"[]"), ("a.toml", b"a ="), ("a.toml", b"\xff")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ConfigError, match=name):
+            load_rubric(tmp_path / name)

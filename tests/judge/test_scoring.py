@@ -120,14 +120,6 @@ def test_any_row_is_written_unchanged(fields: dict[str, Any]) -> None:
     assert rows.read_written(written).key == verdict["key"] == rows.key(request)
 
 
-def test_a_failed_row_has_no_score() -> None:
-    row = json.loads(rows_of().write(line(b'{"response":"a"}'), Entry.of(1, "k", Failed("deadline", 3, "why"))))[
-        "verdict"
-    ]
-    says = {"reason": "deadline", "detail": "why", "attempts": 3}
-    assert row == {"line": 1, "status": "failed", "score": None, "key": "k", **says}
-
-
 def test_the_key_depends_on_judge_and_content_but_not_on_the_endpoint() -> None:
     request = JudgeRequest("a", "b")
     key = rows_of().key(request)
@@ -143,67 +135,43 @@ def test_the_key_depends_on_judge_and_content_but_not_on_the_endpoint() -> None:
 # -- when to stop ------------------------------------------------------------------------------------------------------
 
 
-def rule(*, down: bool = False) -> StopRule:
-    return StopRule(lambda: down)
+GONE = Failed("unavailable", 3, "no answer")
+WRITE, HOLD, STOP = Ruling.WRITE, Ruling.HOLD, Ruling.STOP
 
 
-@pytest.mark.parametrize("reason", ["auth", "not_found", "quota", "budget", "engine", "cancelled"])
-def test_a_failure_that_affects_every_row_stops_at_once(reason: str) -> None:
-    assert rule().judge(Failed(reason)) is Ruling.STOP
+@pytest.mark.parametrize(
+    ("down", "verdicts", "rulings", "end"),
+    [
+        *((False, [Failed(reason)], [STOP], WRITE) for reason in ("auth", "not_found", "quota", "budget", "engine")),
+        (False, [Failed("cancelled")], [STOP], WRITE),
+        *((True, [Failed(reason)], [STOP], STOP) for reason in ("unavailable", "deadline", "throttled")),
+        (False, [GONE] * OUTAGE_ROWS, [HOLD] * (OUTAGE_ROWS - 1) + [STOP], WRITE),
+        (False, [GONE, OK] * OUTAGE_ROWS, [HOLD, WRITE] * OUTAGE_ROWS, WRITE),
+        (False, [Failed("rejected")] * FIRST_FAILURES, [WRITE] * (FIRST_FAILURES - 1) + [STOP], WRITE),
+        (False, [OK, *[Failed("rejected")] * FIRST_FAILURES], [WRITE] * (FIRST_FAILURES + 1), WRITE),
+    ],
+)
+def test_the_rule_stops_for_an_outage_and_for_failures_of_every_row_but_not_for_a_single_row(
+    down: bool, verdicts: list[Verdict], rulings: list[Ruling], end: Ruling
+) -> None:
+    rule = StopRule(lambda: down)
+    assert [rule.judge(verdict) for verdict in verdicts] == rulings
+    assert rule.end() is end
+    if rulings[-1] is STOP and rulings[0] is WRITE:
+        assert rule.why is not None and "none was scored" in rule.why.detail
 
 
-@pytest.mark.parametrize("reason", ["unavailable", "deadline", "throttled"])
-def test_an_outage_does_not_count_against_its_rows(reason: str) -> None:
-    assert rule(down=True).judge(Failed(reason)) is Ruling.STOP
-    up = rule()
-    rulings = [up.judge(Failed(reason)) for _ in range(OUTAGE_ROWS)]
-    assert rulings == [Ruling.HOLD] * (OUTAGE_ROWS - 1) + [Ruling.STOP]
+def test_a_judge_is_down_when_no_endpoint_works_or_none_has_shown_a_sign_of_life() -> None:
+    def asked(**state: Any) -> EndpointStats:
+        return EndpointStats(url="a", model="m", sent=8, **state)
 
-
-def test_a_row_that_fails_alone_counts_as_failed() -> None:
-    alone = rule()
-    for _ in range(1000):
-        assert alone.judge(Failed("unavailable")) is Ruling.HOLD
-        assert alone.judge(OK) is Ruling.WRITE
-    assert alone.end() is Ruling.WRITE
-
-
-def test_rows_held_at_the_end_count_as_failed_only_if_the_judge_is_up() -> None:
-    state = {"down": False}
-    last = StopRule(lambda: state["down"])
-    assert last.judge(Failed("unavailable")) is Ruling.HOLD
-    assert last.end() is Ruling.WRITE
-    state["down"] = True
-    assert last.end() is Ruling.STOP
-
-
-def test_many_failures_stop_the_job_unless_a_row_was_scored() -> None:
-    never, once = rule(), rule()
-    assert [never.judge(Failed("rejected")) for _ in range(FIRST_FAILURES)][-1] is Ruling.STOP
-    assert never.why is not None and "none was scored" in never.why.detail
-    once.judge(OK)
-    assert {once.judge(Failed("rejected")) for _ in range(FIRST_FAILURES * 2)} == {Ruling.WRITE}
-
-
-def test_a_judge_is_down_when_no_endpoint_works() -> None:
-    up, halted = EndpointStats(url="a", model="m"), EndpointStats(url="b", model="m", halted="401")
-    opened = EndpointStats(url="c", model="m", breaker="open")
-    assert not is_down(JudgeStats())
-    assert not is_down(JudgeStats(endpoints=[up, halted]))
-    assert is_down(JudgeStats(endpoints=[halted, opened]))
-
-
-def test_a_judge_without_a_sign_of_life_is_down_before_its_breaker_opens() -> None:
-    def asked(**counts: Any) -> EndpointStats:
-        return EndpointStats(url="a", model="m", sent=8, **counts)
-
-    silent, standby = asked(faults={"broken": 7, "timeout": 1}), EndpointStats(url="b", model="m")
-    halted = asked(faults={"auth": 8}, halted="401")
-    assert is_down(JudgeStats(endpoints=[silent])), "one row's attempts are fewer than the breaker's"
-    assert is_down(JudgeStats(endpoints=[silent, standby, halted]))
-    alive = [asked(answered=1), asked(throttled=8), asked(faults={"garbage": 8})]
-    for endpoint in alive:
-        assert not is_down(JudgeStats(endpoints=[silent, endpoint]))
+    unasked, halted, opened = EndpointStats(url="b", model="m"), asked(halted="401"), asked(breaker="open")
+    silent = asked(faults={"broken": 7, "timeout": 1})  # one row's attempts are fewer than the breaker's
+    for endpoints in ([halted, opened], [silent], [silent, unasked, halted]):
+        assert is_down(JudgeStats(endpoints=endpoints))
+    for alive in (asked(answered=1), asked(throttled=8), asked(faults={"garbage": 8})):
+        assert not is_down(JudgeStats(endpoints=[silent, alive]))
+    assert not is_down(JudgeStats()) and not is_down(JudgeStats(endpoints=[unasked, halted]))
 
 
 # -- accounts ----------------------------------------------------------------------------------------------------------
@@ -214,15 +182,6 @@ def test_the_counts_of_a_tally_add_up() -> None:
     for verdict in (OK, Scored(1.0, cached=True), Failed("deadline"), Skipped("why")):
         tally.count(Entry.of(7, "k", verdict))
     assert (tally.rows, tally.scored, tally.cached, tally.failed, tally.skipped) == (4, 2, 1, 1, 1)
-    assert tally.reasons == {"deadline": 1}
-
-
-def test_a_tally_names_the_first_failure_even_of_an_earlier_run() -> None:
-    tally, rows = Tally(), rows_of()
-    earlier = rows.write(line(b'{"response":"a"}'), Entry.of(2, "k", Failed("deadline", 3, "why")))
-    for entry in (Entry.of(1, "k", OK), rows.read_written(earlier), Entry.of(3, "k", Failed("rejected", 1, "another"))):
-        tally.count(entry)
-    assert tally.first_failure == "line 2: why"
 
 
 def test_counts_add_up_over_the_restarts_of_an_engine() -> None:
@@ -283,7 +242,7 @@ def test_a_job_reports_its_progress(tmp_path: Path, mock: Callable[..., RunningJ
     assert told and told[-1].bytes_total == source.stat().st_size
     decided = [progress.decided for progress in told]
     assert decided == sorted(decided) and decided[-1] > 0
-    assert any(progress.calls.in_flight for progress in told)
+    assert any(progress.in_flight for progress in told)
 
 
 def test_a_stopped_retry_leaves_the_output_unchanged(tmp_path: Path, mock: Callable[..., RunningJudge]) -> None:
@@ -322,9 +281,6 @@ class Verdicts:
     def submit(self, requests: list[JudgeRequest], deadline_s: float | None) -> Any:
         verdicts = [next(self._verdicts) for _ in requests]
         return SimpleNamespace(wait=lambda timeout_s: True, result=lambda: verdicts, cancel=lambda: None)
-
-
-GONE = Failed("unavailable", 3, "no answer")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The key lives in memory only: every place where text comes out of a judge is searched for it."""
+"""The key stays in memory: these tests search every text that leaves a judge for it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def leaks(text: str) -> list[str]:
 
 
 def echo(replying: Any) -> Callable[[int, dict[str, str], bytes], tuple[int, dict[str, str], bytes]]:
-    """A judge that shows the caller's headers in everything it says, in each way in which it can fail."""
+    """A judge that repeats the caller's key in every kind of reply and failure."""
 
     def play(number: int, headers: dict[str, str], body: bytes) -> tuple[int, dict[str, str], bytes]:
         said = headers.get("Authorization", "") or headers.get("api-key", "")

@@ -411,7 +411,7 @@ def judged(mock: RunningJudge, **settings: Any) -> dict[str, Any]:
 
 
 async def test_the_judge_is_added_to_the_rule_and_raw_and_shaped_are_kept_apart(make_stage: MakeStage):
-    async with MockJudge(JudgeProfile(scores={"fine": "8", "poor": "3"})) as mock:
+    with MockJudge(JudgeProfile(scores={"fine": "8", "poor": "3"})).in_thread() as mock:
         stage = make_stage(judge=judged(mock, enable=True, reward_coefficient=0.1))
         rewards = await scored(stage, "fine yes", "fine yes", "fine yes, and yes again", "poor one")
         await stage.close()
@@ -439,7 +439,7 @@ async def test_a_missing_verdict_is_never_a_zero(make_stage: MakeStage, caplog, 
     def rule(response: str, row: Any) -> float:
         return 1 / 0 if response == "odd" else yes(response, row)
 
-    async with MockJudge(BAD) as mock:
+    with MockJudge(BAD).in_thread() as mock:
         on_failure = "raise" if "on_failure" in judge else "mask"
         stage = make_stage(rule, judge=judged(mock, **judge), on_failure=on_failure)
         found = await scored(stage, *texts)
@@ -454,7 +454,7 @@ async def test_a_missing_verdict_is_never_a_zero(make_stage: MakeStage, caplog, 
 
 
 async def test_statistics_of_the_judge_come_without_a_wait(make_stage: MakeStage):
-    async with MockJudge(JudgeProfile(scores={"fine": "8"})) as mock:
+    with MockJudge(JudgeProfile(scores={"fine": "8"})).in_thread() as mock:
         stage = make_stage(judge=judged(mock))
         assert "judge" not in stage.stats(), "it is not started before the first request"
         await scored(stage, "fine", "fine", "fine and more")
@@ -476,7 +476,7 @@ async def test_only_the_judge_is_asked_again_where_the_rule_is_known(make_stage:
 
     # Neither the first request nor the differently worded second one gets a readable reply; then the judge recovers.
     profile = JudgeProfile(scores={"good": "5"}, unparseable_share=1.0, faults_per_content=1)
-    async with MockJudge(profile) as mock:
+    with MockJudge(profile).in_thread() as mock:
         stage = make_stage(score, judge=judged(mock), retries=1)
         assert numbers(await scored(stage, "good a", "good b")) == [6.0, 6.0]
         await stage.close()
@@ -495,7 +495,7 @@ async def test_a_judge_that_broke_down_is_replaced_once(make_stage: MakeStage, m
         return submit(judge, *given, **more)
 
     monkeypatch.setattr(Judge, "submit", breaks)
-    async with MockJudge(BAD) as mock:
+    with MockJudge(BAD).in_thread() as mock:
         stage = make_stage(judge=judged(mock))
         assert numbers(await scored(stage, "good")) == [5.0]
         assert submits[0] is not submits[1]
@@ -523,7 +523,7 @@ async def test_without_a_key_the_length_penalty_works_alone_and_counts_the_polic
 async def test_closing_leaves_no_thread_process_or_open_group(in_processes: MakeStage):
     before = set(threading.enumerate())
     children = {child.pid for child in psutil.Process().children(recursive=True)}
-    async with MockJudge(JudgeProfile(hang_share=1.0)) as mock:
+    with MockJudge(JudgeProfile(hang_share=1.0)).in_thread() as mock:
         stage = in_processes(judge=judged(mock, judge={"placement": "process"}))
         group = begin(stage, ["a", "b"])
         waiting = asyncio.create_task(group.result())

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import freewheel
-from freewheel.cli import doctor, plan, runs, score, servers, train
+from freewheel.cli import plan, runs, score, servers, train
 from freewheel.cli.console import guarded_stdout, print_text
 
 app = typer.Typer(
@@ -39,13 +39,13 @@ app.command("score", epilog=score.EPILOG)(score.score)
 app.add_typer(score.cache_app, name="cache")
 app.command("mock-judge")(servers.mock_judge)
 app.command("serve")(servers.serve)
-app.command("train", epilog=train.EPILOG)(train.train)
+app.command("train", epilog=train.TRAIN_EPILOG)(train.train)
 app.command("eval")(train.evaluate)
 app.command("inspect", epilog=runs.INSPECT_EPILOG)(runs.inspect_run)
 app.command("dashboard", epilog=runs.DASHBOARD_EPILOG)(runs.dashboard)
 app.command("trace", epilog=runs.TRACE_EPILOG)(runs.trace_run)
 app.command("plan", epilog=plan.EPILOG)(plan.plan)
-app.command("doctor", epilog=doctor.EPILOG)(doctor.doctor)
+app.command("doctor", epilog=train.DOCTOR_EPILOG)(train.doctor)
 
 
 def main() -> None:

@@ -65,9 +65,8 @@ def plain_errors() -> Iterator[None]:
 
 
 def print_text(text: str) -> None:
-    with writing_stdout():
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
 
 
 def print_json(value: object) -> None:
@@ -84,8 +83,7 @@ def print_rich(*parts: RenderableType) -> None:
     """Print each part on its own lines, in colour on a terminal, plain elsewhere."""
     from rich.console import Console
 
-    with writing_stdout():
-        Console(file=sys.stdout, soft_wrap=True, highlight=False, markup=False).print(*parts, sep="\n")
+    Console(file=sys.stdout, soft_wrap=True, highlight=False, markup=False).print(*parts, sep="\n")
 
 
 @contextlib.contextmanager
@@ -108,7 +106,7 @@ def mute_stdout() -> None:
 
 
 class _GuardedStdout(io.TextIOWrapper):
-    """stdout for code that writes without `writing_stdout`: Typer's help."""
+    """stdout for everything that writes text: the functions above and Typer's help."""
 
     def write(self, text: str, /) -> int:
         with writing_stdout():

@@ -17,7 +17,6 @@ import functools
 import inspect
 import os
 import sys
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -30,6 +29,7 @@ from freewheel.errors import ConfigError
 from freewheel.judge.config import JudgeConfig
 from freewheel.judge.parse import make_reader
 from freewheel.judge.rubric import PARSERS
+from freewheel.utils.checks import read_settings
 
 T = TypeVar("T")
 
@@ -223,18 +223,3 @@ def _check_start(config: JudgeConfig) -> None:
             make_reader(rubric)
     for endpoint in config.endpoints:
         config.key_for(endpoint)
-
-
-def read_settings(key: str, file: Path) -> dict[str, Any]:
-    """Return the settings in a .json or .toml file that a flag names."""
-    kind = "JSON" if file.suffix == ".json" else "TOML"
-    try:
-        content = file.read_bytes()
-        values = msgspec.json.decode(content) if kind == "JSON" else tomllib.loads(content.decode())
-    except OSError as error:
-        raise ConfigError(key, str(file), f"the file cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(key, str(file), f"the file is not valid {kind}: {error}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(key, str(file), "the file must hold one object with settings")
-    return values

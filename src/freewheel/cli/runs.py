@@ -11,7 +11,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -231,16 +230,15 @@ def _find_events(run: str, folder: Path, no_events: Counter[Path]) -> Iterator[E
     from freewheel.observe.run_folder import TRACE
     from freewheel.observe.trace import METADATA
 
-    with _reading(run):
-        found = [file.path for file in files_of(folder / TRACE)]
-    if not found:
-        raise ConfigError("RUN", run, "it has no trace: train with observe.trace_mb above 0")
     events = _events(run, folder, no_events)
     first: list[Event] = []
     for event in events:
         first.append(event)
         if event["ph"] != METADATA:
             return chain(first, events)
+    found = [file.path for file in files_of(folder / TRACE)]
+    if not found:
+        raise ConfigError("RUN", run, "it has no trace: train with observe.trace_mb above 0")
     what = f"there is no event in {_join_paths(found)}"
     if no_events:
         what += f" ({no_events.total():,} lines are not events)"
@@ -261,14 +259,8 @@ def _join_paths(paths: Sequence[Path]) -> str:
 def _events(run: str, folder: Path, no_events: Counter[Path]) -> Iterator[Event]:
     from freewheel.observe.trace import merged
 
-    with _reading(run):
-        yield from merged(folder, refused=lambda path: no_events.update([path]))
-
-
-@contextmanager
-def _reading(run: str) -> Iterator[None]:
     try:
-        yield
+        yield from merged(folder, refused=lambda path: no_events.update([path]))
     except OSError as error:
         which = error.filename or "a file of its trace"
         raise ConfigError("RUN", run, f"{which} cannot be read ({error.strerror})") from error

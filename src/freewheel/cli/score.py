@@ -199,11 +199,9 @@ def explain_stop(stopped: Stopped, *, target: str, retry_failed: bool, api_key_e
 
 def as_plain(summary: Summary, *, exit_code: int) -> dict[str, object]:
     """Return the summary as one flat JSON object."""
-    plain: dict[str, object] = msgspec.to_builtins(summary)
-    tally, calls = msgspec.to_builtins(summary.tally), msgspec.to_builtins(summary.calls)
-    calls = {name: count for name, count in calls.items() if name not in ("in_flight", "limit")}  # of the moment
-    del plain["tally"]
-    return {**tally, **plain, "elapsed_s": round(summary.elapsed_s, 3), "calls": calls, "exit_code": exit_code}
+    plain: dict[str, Any] = msgspec.to_builtins(summary)
+    tally = plain.pop("tally")
+    return {**tally, **plain, "elapsed_s": round(summary.elapsed_s, 3), "exit_code": exit_code}
 
 
 # -- progress ---------------------------------------------------------------------------------------------------------
@@ -257,7 +255,7 @@ class Reporter:
         if progress.bytes_total is not None and bytes_per_s > 0:
             left_s = round((progress.bytes_total - progress.bytes_done) / bytes_per_s)
             parts.append(f"ETA {datetime.timedelta(seconds=left_s)}")
-        parts += [f"{calls.in_flight}/{calls.limit} in flight", f"{calls.throttled:,} 429s"]
+        parts += [f"{progress.in_flight}/{progress.limit} in flight", f"{calls.throttled:,} 429s"]
         parts.append(f"{tally.failed + tally.malformed:,} failed")
         if calls.cost:
             parts.append(f"cost {calls.cost:.4f}")

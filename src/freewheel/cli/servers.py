@@ -16,9 +16,10 @@ import msgspec
 import typer
 
 from freewheel.cli.console import log_to, plain_errors, print_text
-from freewheel.cli.flags import flag, flags, judge_from_flags, read_settings, read_variable, takes
+from freewheel.cli.flags import flag, flags, judge_from_flags, read_variable, takes
 from freewheel.errors import ConfigError
-from freewheel.judge.config import JudgeConfig, Secret
+from freewheel.judge.config import COMPLETIONS_PATH, JudgeConfig, Secret
+from freewheel.utils.checks import read_settings
 
 _SERVER, _LIMITS = "Server", "Limits"
 LISTENING_FLAG = flag("as_json", bool, "Print where it listens as one JSON line.", "--json", panel=_SERVER)
@@ -63,8 +64,9 @@ def serve(
     or SIGTERM, and lets open requests end.
     """
     from freewheel.gateway.limits import TOKEN_ENV, Doorkeeper
-    from freewheel.gateway.server import DEFAULT_HOST, DEFAULT_PORT
+    from freewheel.gateway.server import DEFAULT_PORT
     from freewheel.gateway.server import serve as run
+    from freewheel.utils.http import HOST
 
     def announce(host: str, port: int) -> None:
         root = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -76,7 +78,7 @@ def serve(
     pattern = "%(asctime)s %(levelname)s %(message)s"
     log = log_to(partial(typer.echo, err=True), level=logging.INFO, pattern=pattern)
     with plain_errors(), log:
-        host, port = host or DEFAULT_HOST, DEFAULT_PORT if port is None else port
+        host, port = host or HOST, DEFAULT_PORT if port is None else port
         _refuse_itself(judge, port)
         if token_env is not None:
             read_variable("--token-env", token_env)
@@ -131,7 +133,7 @@ def _share(fault: str, text: str) -> Any:
     flag("reply_style", str, "bare, bold, labelled, json, think, chinese or mixed.", panel=_REPLIES),
     flag("score_low", int, "Lowest score.", panel=_REPLIES),
     flag("score_high", int, "Highest score.", panel=_REPLIES),
-    flag("seed", int, "Of latencies and faults.", panel=_REPLIES),
+    flag("seed", int, "Seed of latencies and faults.", panel=_REPLIES),
     flag("model", str, "404 for a request for another model.", panel=_SERVER),
     flag("profile", Path, "A .json or .toml file with any fields of JudgeProfile; flags override it.", metavar="FILE",
          panel=_SERVER),
@@ -163,17 +165,14 @@ def mock_judge(host: str | None, port: int | None, as_json: bool, profile: Any) 
 
     Scores are derived from the content, so they repeat. It serves until Ctrl-C or SIGTERM; what it saw is at /__counts.
     """
-    from freewheel.judge.testing import serve
-    from freewheel.judge.testing.mock import CHAT_PATH, DEFAULT_HOST, DEFAULT_PORT
+    from freewheel.judge.testing import DEFAULT_PORT, serve
+    from freewheel.utils.http import HOST
 
     def announce(url: str) -> None:
-        base = url.removesuffix(CHAT_PATH)
+        base = url.removesuffix(COMPLETIONS_PATH)
         ready = msgspec.json.encode({"endpoint": base, "port": urlsplit(url).port}).decode()
         print_text(ready if as_json else f"the mock judge listens; use --endpoint {base}")
 
-    host, port = host or DEFAULT_HOST, DEFAULT_PORT if port is None else port
+    host, port = host or HOST, DEFAULT_PORT if port is None else port
     with plain_errors():
-        try:
-            serve(profile, host, port, announce)
-        except (OSError, OverflowError) as error:
-            raise ConfigError("--host and --port", f"{host}:{port}", f"it cannot listen there: {error}") from None
+        serve(profile, host, port, announce)

@@ -1,4 +1,4 @@
-"""`freewheel train` and `freewheel eval`: shells over `freewheel.api` and `freewheel.runtime`.
+"""`freewheel train`, `eval` and `doctor`: train a policy, measure it, and check this machine for a run.
 
 `python fully_async_main.py` and `python -m freewheel.fully_async_main` are the same program as `freewheel train`.
 Nothing heavy is imported before a command runs.
@@ -7,29 +7,38 @@ Nothing heavy is imported before a command runs.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from freewheel.cli.console import ExitCode, fail, plain_errors, print_rich, report, say
-from freewheel.cli.flags import CONFIG_FLAGS, JSON_FLAG, argument, flag, takes
+from freewheel.cli.console import ExitCode, fail, plain_errors, print_json, print_rich, report, say
+from freewheel.cli.flags import CONFIG_FLAGS, JSON_FLAG, JUDGE_PANEL, KEY_FLAG, argument, flag, read_variable, takes
 from freewheel.errors import ConfigError
 from freewheel.utils.findings import count_of
 
 if TYPE_CHECKING:
+    from freewheel.judge.config import JudgeConfig
     from freewheel.rollout.evaluation import Estimate, EvalResult
     from freewheel.runtime.config import TrainConfig
+    from freewheel.utils.findings import Finding
 
 TRAINS = ("torch", "transformers", "safetensors", "ray")
 EVALUATES = ("torch", "transformers", "safetensors")
 
-EPILOG = """
+TRAIN_EPILOG = """
 Exit codes: 0 the run finished; 1 it failed; 2 a flag, a file or a setting cannot work; 130 stopped by Ctrl-C or SIGTERM
 and saved; `resume=RUN` continues it.
 """
+DOCTOR_EPILOG = """
+Exit codes: 0 nothing stands in the way of a run; 1 something does; 2 a flag cannot work.
+"""
 _SHOW = "Output"
+_COLOURS = {"ok": "green", "warning": "yellow", "problem": "bold red"}
+"""By the state of a finding."""
 
 
 @takes(
@@ -185,3 +194,103 @@ def _require(packages: tuple[str, ...]) -> None:
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
         raise fail(f"training needs {', '.join(missing)}: pip install 'freewheel[train]'")
+
+
+# -- freewheel doctor -------------------------------------------------------------------------------------------------
+
+
+@takes(
+    argument("overrides", list[str], "[KEY=VALUE]...", "Settings of the run, as `freewheel train` takes them; "
+             "resume=RUN too. Without any: the default run."),
+    *CONFIG_FLAGS,
+    flag("judge", list[str], "A judge that is not in the configuration, by its base URL: it is asked one short "
+         "question. Repeat it for several.", metavar="URL", panel=JUDGE_PANEL),
+    flag("judge_model", str, "The model's name there ($OPENAI_MODEL, else deepseek-v3).", panel=JUDGE_PANEL),
+    KEY_FLAG,
+    flag("as_json", bool, "The findings as one JSON object.", "--json"),
+)  # fmt: skip
+def doctor(
+    overrides: list[str] | None,
+    config_path: str | None,
+    config_name: str | None,
+    judge: list[str] | None,
+    judge_model: str | None,
+    api_key_env: str | None,
+    as_json: bool,
+) -> None:
+    """Check what would prevent a run on this machine, and print the command that fixes it.
+
+    A judge that the configuration names is asked one short question, which costs as much as one judgement.
+    """
+    from freewheel.doctor.run import list_checks
+    from freewheel.runtime.start import find_local_modules
+    from freewheel.utils.findings import State, run_checks
+
+    with plain_errors():
+        find_local_modules()
+        judges = _read_judges(judge or [], judge_model, api_key_env)
+        with _show_current(quiet=as_json) as begun:
+            findings = run_checks(list_checks(overrides or [], config_path, config_name, judges), begun=begun)
+        counts = Counter(str(finding.state) for finding in findings)
+        print_json(_findings_object(findings, counts)) if as_json else _print_findings(findings, counts)
+        if counts[State.PROBLEM]:
+            raise typer.Exit(ExitCode.INCOMPLETE)
+
+
+def _read_judges(urls: list[str], model: str | None, key_variable: str | None) -> list[JudgeConfig]:
+    from freewheel.doctor.judge import at_url
+    from freewheel.rewards.compute_score import MODEL
+    from freewheel.rewards.config import DEFAULT_MODEL
+
+    for name, given in (("--judge-model", model), ("--api-key-env", key_variable)):
+        if given is not None and not urls:
+            raise ConfigError(name, given, "it is only used with --judge: give that too")
+    if key_variable is not None:
+        read_variable("--api-key-env", key_variable)
+    model = model or os.environ.get(MODEL) or DEFAULT_MODEL
+    return [at_url(url, model, key_variable) for url in urls]
+
+
+@contextlib.contextmanager
+def _show_current(*, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """Show the current check on a terminal, on a line that disappears at the end."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield lambda what: None
+        return
+    with console.status("looking") as status:
+        yield lambda what: status.update(f"looking at {what}")
+
+
+def _print_findings(findings: list[Finding], counts: Counter[str]) -> None:
+    """Print a line for each finding, one for its remedy, and the summary."""
+    from rich.text import Text
+
+    width = max(len(one.what) for one in findings)
+    lines: list[Text] = []
+    for one in findings:
+        lines.append(Text.assemble((f"{one.state:<9}", _COLOURS[one.state]), f"{one.what:<{width}}  {one.detail}"))
+        if one.remedy:
+            lines.append(Text.assemble(" " * (9 + width + 2), (one.remedy, "bold cyan")))
+    problems, warnings = counts["problem"], counts["warning"]
+    summary, style = "Nothing stands in the way of a run.", _COLOURS["ok"]
+    if problems:
+        summary = f"{count_of(problems, 'problem')}, {count_of(warnings, 'warning')}: a run would fail."
+        style = _COLOURS["problem"]
+    elif warnings:
+        summary, style = f"{count_of(warnings, 'warning')}: a run may work.", _COLOURS["warning"]
+    print_rich(*lines, Text(summary, style=style))
+
+
+def _findings_object(findings: list[Finding], counts: Counter[str]) -> dict[str, Any]:
+    import freewheel
+
+    return {
+        "freewheel": freewheel.__version__,
+        "ok": not counts["problem"],
+        "problems": counts["problem"],
+        "warnings": counts["warning"],
+        "findings": findings,
+    }

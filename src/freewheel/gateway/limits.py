@@ -20,11 +20,11 @@ from typing import Final
 
 import msgspec
 
-from freewheel.errors import VALUE_CHARS, ConfigError
+from freewheel.errors import ConfigError, shown
 from freewheel.judge.config import Secret
 from freewheel.judge.verdict import Failed, Reason
 from freewheel.utils.checks import Count, NotNegative, Positive, check_fields
-from freewheel.utils.http import is_loopback
+from freewheel.utils.http import is_loopback, openai_error
 
 # -- problems ---------------------------------------------------------------------------------------------------------
 
@@ -86,17 +86,12 @@ class Problem(Exception):
     def body(self) -> bytes:
         default = "server_error" if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
         kind = _TYPES.get(self.status, default)
-        return msgspec.json.encode(
-            {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
-        )
+        return openai_error(str(self), kind, self.code, self.param)
 
 
 def bad_field(field: str, value: object, remedy: str) -> Problem:
     """Return the error for a JSON body with an invalid field."""
-    shown = repr(value)
-    if len(shown) > VALUE_CHARS:
-        shown = shown[:VALUE_CHARS] + "…"
-    return Problem(HTTPStatus.BAD_REQUEST, "invalid_value", f"{field} = {shown}: {remedy}", param=field)
+    return Problem(HTTPStatus.BAD_REQUEST, "invalid_value", f"{field} = {shown(value)}: {remedy}", param=field)
 
 
 def problem_of(failed: Failed) -> Problem:

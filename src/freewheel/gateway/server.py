@@ -1,4 +1,7 @@
-"""The gateway's HTTP server: routes, access, bodies, replies.
+"""The gateway's HTTP server: connections, routes, access, bodies, replies.
+
+    accept ──▶ connection_made ──▶ room? ──▶ serving ──▶ idle ──▶ … ──▶ connection_lost
+                                    └ no: the longest idle one is closed, else 503
 
     POST /v1/chat/completions ─┐                                        ┌─▶ the upstream's JSON, or its event stream
     POST /score                ├─▶ token ─▶ body ─▶ shape ─▶ engine ────┼─▶ verdicts
@@ -19,31 +22,36 @@ import asyncio
 import contextlib
 import logging
 import signal
+import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
 import msgspec
 from aiohttp import hdrs, web
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.http import RawRequestMessage
+from aiohttp.streams import StreamReader
+from aiohttp.web_protocol import RequestHandler
 
-from freewheel.errors import ConfigError
 from freewheel.gateway import shapes
-from freewheel.gateway.connections import GONE, Connections, Counts, Ended, EventStream
 from freewheel.gateway.limits import Doorkeeper, Limits, Load, Problem, bad_field, draining, problem_of, too_large
 from freewheel.judge.config import JudgeConfig
 from freewheel.judge.engine import Request
 from freewheel.judge.judge import InlineJudge
 from freewheel.judge.request import ChatRequest, Relayed
+from freewheel.judge.stats import Sample, exposition
 from freewheel.judge.transport import run_loop, tune_process
 from freewheel.judge.verdict import Failed, JudgeClosed, Reason, Verdict
 from freewheel.utils.checks import check_number
+from freewheel.utils.http import BACKLOG, HOST, listen_or_say, server_log
 from freewheel.utils.waiting import unless_stopped, wait_for_event
 
 log = logging.getLogger("freewheel.gateway")
 
-_BACKLOG = 4096
-"""Connections that may wait to be accepted, for workers that start together."""
 _CLOSE_GRACE_S = 5.0
 """How long a shutdown waits for finished replies to be sent."""
 _OPENRLHF_DEADLINE_S = 170.0
@@ -55,12 +63,214 @@ _SLIME_DEADLINE_S = 110.0
 _LIMIT_CODES = frozenset({"body_too_large", "batch_too_large", "body_timeout", "queue_full", "draining"})
 """Problems that count as a reached limit."""
 _DEADLINE_HEADER = "x-freewheel-deadline-s"
-_SERVER_NAME = "freewheel"
+_OUR_NAME = {"Server": "freewheel"}
 _JSON_TYPE = "application/json"
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
+EVICT_IDLE_S = 5.0
+"""A connection that has been idle for less may be about to be used: closing it would break a request on its way."""
+_LINGER_S = 5.0
+"""A refused body is read and discarded for this long; if the connection closed at once, the client would not see why.
+"""
+GONE = 499
+"""The status that proxies log for a client that closed its connection. No client sees it."""
+_EVENTS_TYPE = "text/event-stream; charset=utf-8"
+
 Route = Callable[["Gateway", web.BaseRequest], Awaitable[web.StreamResponse]]
+
+
+# -- connections ------------------------------------------------------------------------------------------------------
+
+
+class Counts:
+    """Counters, which only grow."""
+
+    def __init__(self) -> None:
+        self.requests: Counter[tuple[str, int]] = Counter()
+        """By (route, status). A client that hung up before its reply counts as `GONE`."""
+        self.rejected: Counter[str] = Counter()
+        """By the limit that was reached: the error's `code`, or `connections`."""
+        self.connections = 0
+
+    def prometheus(self, **gauges: int) -> str:
+        """Return Prometheus text; every name starts with `freewheel_gateway_`."""
+        requests = sorted(self.requests.items())
+        families: dict[str, list[Sample]] = {
+            "requests_total": [({"route": route, "status": str(status)}, n) for (route, status), n in requests],
+            "rejected_total": [({"limit": limit}, n) for limit, n in sorted(self.rejected.items())],
+            "connections_total": [({}, self.connections)],
+            **{name: [({}, value)] for name, value in gauges.items()},
+        }
+        return exposition("freewheel_gateway_", families)
+
+
+@dataclass(slots=True)
+class _Connection:
+    transport: asyncio.Transport
+    silence: asyncio.TimerHandle
+    """Closes the connection if no request arrives."""
+    idle_since: float
+    busy: int = 0
+
+
+class Connections(web.Server):
+    """Accepts, counts and refuses connections; requests go to `handle`."""
+
+    def __init__(
+        self, handle: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], limits: Limits, counts: Counts
+    ) -> None:
+        super().__init__(
+            handle,
+            request_factory=self._request,
+            handler_cancellation=True,  # a client that hangs up frees its place in the queue
+            access_log=None,
+            logger=server_log("freewheel.gateway.http"),
+            keepalive_timeout=limits.keepalive_s,
+            lingering_time=_LINGER_S,
+        )
+        self._limits = limits
+        self._counts = counts
+        self._open: dict[RequestHandler, _Connection] = {}
+        self.busy = 0
+        self.none_busy = asyncio.Event()
+        self.none_busy.set()
+        self.none_open = asyncio.Event()
+        self.none_open.set()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        now = time.monotonic()
+        self._counts.connections += 1
+        if len(self._open) >= self._limits.max_connections and not self._make_way(now):
+            self._counts.rejected["connections"] += 1
+            transport.write(_no_room())
+            transport.close()
+            return
+        silence = self._loop.call_later(self._limits.header_timeout_s, self._close_silent, transport)
+        self._open[handler] = _Connection(transport, silence, now)
+        self.none_open.clear()
+
+    def connection_lost(self, handler: RequestHandler, exc: BaseException | None = None) -> None:
+        super().connection_lost(handler, exc)
+        connection = self._open.pop(handler, None)
+        if connection is not None:
+            connection.silence.cancel()
+        if not self._open:
+            self.none_open.set()
+
+    @contextlib.contextmanager
+    def serving(self, handler: RequestHandler) -> Iterator[None]:
+        """Mark the connection as busy while a request is answered."""
+        connection = self._open.get(handler)
+        if connection is not None:
+            connection.busy += 1
+            connection.silence.cancel()
+        self.busy += 1
+        self.none_busy.clear()
+        try:
+            yield
+        finally:
+            self.busy -= 1
+            if not self.busy:
+                self.none_busy.set()
+            if connection is not None:
+                connection.busy -= 1
+                connection.idle_since = time.monotonic()
+
+    def abort_all(self) -> None:
+        for connection in list(self._open.values()):
+            connection.transport.abort()
+
+    def _make_way(self, now: float) -> bool:
+        idle = [h for h, c in self._open.items() if not c.busy and now - c.idle_since >= EVICT_IDLE_S]
+        if not idle:
+            return False
+        # Remove it from the record now: its loss is reported later, and another connection may arrive before that.
+        longest = self._open.pop(min(idle, key=lambda handler: self._open[handler].idle_since))
+        longest.silence.cancel()
+        longest.transport.abort()
+        return True
+
+    def _close_silent(self, transport: asyncio.Transport) -> None:
+        """Close a connection that never sent a complete request head. aiohttp would wait for the whole keep-alive
+        time."""
+        self._counts.rejected["header_timeout"] += 1
+        transport.abort()
+
+    def _request(
+        self,
+        message: RawRequestMessage,
+        payload: StreamReader,
+        protocol: RequestHandler,
+        writer: AbstractStreamWriter,
+        task: asyncio.Task[None],
+    ) -> web.BaseRequest:
+        most = self._limits.max_body_bytes
+        return web.BaseRequest(message, payload, protocol, writer, task, self._loop, client_max_size=most)
+
+
+def _no_room() -> bytes:
+    """Return the complete reply to a connection that gets no HTTP handler."""
+    message = "the gateway has no connection to spare"
+    problem = Problem(HTTPStatus.SERVICE_UNAVAILABLE, "connections", message, temporary=True)
+    body = problem.body()
+    headers = {"Content-Type": _JSON_TYPE, "Content-Length": str(len(body)), "Connection": "close", **problem.headers}
+    lines = [f"HTTP/1.1 {problem.status.value} {problem.status.phrase}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode() + body
+
+
+class _Ended(web.StreamResponse):
+    """Tells aiohttp that nothing is left to send and that the connection ends."""
+
+    @property
+    def keep_alive(self) -> bool | None:
+        return False
+
+    async def prepare(self, request: web.BaseRequest) -> None:
+        """Do nothing."""
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        """Do nothing."""
+
+
+class EventStream:
+    """One streamed chat completion."""
+
+    def __init__(self, request: web.BaseRequest, write_timeout_s: float) -> None:
+        self._request = request
+        self._timeout_s = write_timeout_s
+        self._gone = False
+        # Buffering proxies (nginx) would turn a stream into one late reply.
+        headers = {"Content-Type": _EVENTS_TYPE, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        self.response = web.StreamResponse(headers={**headers, **_OUR_NAME, "x-freewheel-cache": "miss"})
+
+    async def write(self, chunk: bytes) -> None:
+        """Write a chunk. Raises `OSError` if the client is gone or does not read for too long; the engine then frees
+        its slot."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                if not self.response.prepared:
+                    await self.response.prepare(self._request)
+                await self.response.write(chunk)
+        except OSError:
+            self._gone = True
+            raise
+
+    async def break_off(self, problem: Problem) -> web.StreamResponse:
+        """End a stream whose upstream failed. OpenAI clients raise on this event; others see a closed connection."""
+        if not self._gone:
+            await self.write(b"data: " + problem.body() + b"\n\n")
+        elif self._request.transport is not None:
+            self._request.transport.abort()
+        return _Ended()  # without the final chunk, so that no client takes this for a complete reply
+
+
+# -- requests ---------------------------------------------------------------------------------------------------------
 
 
 class Gateway:
@@ -75,23 +285,18 @@ class Gateway:
         self._load = Load(self.limits)
         self._draining = False
 
-    async def start(self, host: str, port: int, door: Doorkeeper) -> int:
-        """Listen and return the port; 0 takes a free one. Raises `OSError`."""
+    async def start(self, listening: socket.socket, door: Doorkeeper) -> None:
+        """Serve the connections of a listening socket."""
         self._door = door
-        message = "the gateway has no connection to spare"
-        busy = Problem(HTTPStatus.SERVICE_UNAVAILABLE, "connections", message, temporary=True)
-        self._connections = Connections(self.handle, self.limits, self.counts, busy)
+        self._connections = Connections(self.handle, self.limits, self.counts)
         loop = asyncio.get_running_loop()
-        # Bind first: if the port is taken, the cache of the other gateway must not be opened.
-        self._server = await loop.create_server(self._connections, host, port, backlog=_BACKLOG, start_serving=False)
+        self._server = await loop.create_server(self._connections, sock=listening, backlog=BACKLOG, start_serving=False)
         try:
             await self.judge.start()
             await self._server.start_serving()
         except BaseException:
             self._server.close()
             raise
-        bound: int = self._server.sockets[0].getsockname()[1]
-        return bound
 
     async def stop(self, drain_s: float = 0.0, at_once: asyncio.Event | None = None) -> None:
         """Shut down in order. New requests get a 503 from now on. Open ones may continue for `drain_s`, or until
@@ -127,7 +332,7 @@ class Gateway:
                 status = response.status
                 return response
             except ConnectionError:  # the client is gone
-                return Ended()
+                return _Ended()
             finally:
                 self.counts.requests[route, status] += 1
 
@@ -224,7 +429,7 @@ class Gateway:
         return _reply(verdict.content, headers=headers)
 
     async def _chat_stream(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
-        stream = EventStream(request, self.limits.write_timeout_s, {hdrs.SERVER: _SERVER_NAME})
+        stream = EventStream(request, self.limits.write_timeout_s)
         try:
             # No deadline unless the client sets one: a stream that has started has no time limit.
             [verdict] = await self._ask(request, [ChatRequest(body, sink=stream.write)], None)
@@ -249,7 +454,7 @@ class Gateway:
         return _reply(shapes.write_slime(verdicts[0], request.query.get("key")))
 
     async def _list_models(self, request: web.BaseRequest) -> web.StreamResponse:
-        model = {"id": self._config.model, "object": "model", "created": 0, "owned_by": _SERVER_NAME}
+        model = {"id": self._config.model, "object": "model", "created": 0, "owned_by": "freewheel"}
         return _reply(msgspec.json.encode({"object": "list", "data": [model]}))
 
     async def _health(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -274,7 +479,7 @@ class Gateway:
             draining=int(self._draining),
         )
         text = self.judge.stats().prometheus() + own
-        return _reply(text.encode(), headers={hdrs.CONTENT_TYPE: _METRICS_TYPE})
+        return _reply(text.encode(), headers={"Content-Type": _METRICS_TYPE})
 
 
 ROUTES: dict[str, tuple[str, Route]] = {
@@ -289,8 +494,8 @@ ROUTES: dict[str, tuple[str, Route]] = {
 
 
 def _reply(body: bytes, *, status: int = HTTPStatus.OK, headers: dict[str, str] | None = None) -> web.Response:
-    own: dict[str, str] = {hdrs.CONTENT_TYPE: _JSON_TYPE, hdrs.SERVER: _SERVER_NAME}
-    return web.Response(body=body, status=int(status), headers={**own, **(headers or {})})
+    headers = {"Content-Type": _JSON_TYPE, **_OUR_NAME, **(headers or {})}
+    return web.Response(body=body, status=int(status), headers=headers)
 
 
 def _deadline_s(text: str) -> float:
@@ -304,7 +509,6 @@ def _deadline_s(text: str) -> float:
 # -- the program ------------------------------------------------------------------------------------------------------
 
 
-DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8900
 """Not the default port of any inference server or of the mock judge."""
 
@@ -312,7 +516,7 @@ DEFAULT_PORT = 8900
 def serve(
     config: JudgeConfig,
     limits: Limits,
-    host: str = DEFAULT_HOST,
+    host: str = HOST,
     port: int = DEFAULT_PORT,
     *,
     door: Doorkeeper,
@@ -323,6 +527,8 @@ def serve(
 
     `ready` receives host and port once requests are accepted. Raises `ConfigError` if it cannot listen.
     """
+    # Bind first: if the port is taken, the cache of the other gateway must not be opened.
+    listening = listen_or_say(host, port)
     gateway = Gateway(config, limits, shares_samples=shares_samples)
 
     async def run() -> None:
@@ -333,13 +539,9 @@ def serve(
 
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, on_signal)
+        await gateway.start(listening, door)
         try:
-            bound = await gateway.start(host, port, door)
-        except (OSError, OverflowError) as error:
-            remedy = f"it cannot listen there: {error}; choose another --port"
-            raise ConfigError("--host and --port", f"{host}:{port}", remedy) from None
-        try:
-            ready(host, bound)
+            ready(host, listening.getsockname()[1])
             await signalled.wait()
             log.info("shutting down: open requests have %g s, a second signal ends them now", gateway.limits.drain_s)
         finally:

@@ -95,7 +95,10 @@ def read_score(body: bytes) -> list[JudgeRequest]:
 
 def write_score(requests: Sequence[JudgeRequest], verdicts: Sequence[Verdict]) -> bytes:
     """Return one entry per request, in order. Only a scored one has a value."""
-    entries = [_entry(request, verdict) for request, verdict in zip(requests, verdicts, strict=True)]
+    entries = [
+        ({"id": request.id} if request.id else {}) | plain_verdict(verdict)
+        for request, verdict in zip(requests, verdicts, strict=True)
+    ]
     return msgspec.json.encode({"verdicts": entries})
 
 
@@ -108,10 +111,6 @@ def _filled(one: Any) -> Any:
     elif given.get("skip") is False:
         del given["skip"]
     return given
-
-
-def _entry(request: JudgeRequest, verdict: Verdict) -> dict[str, Any]:
-    return ({"id": request.id} if request.id else {}) | plain_verdict(verdict)
 
 
 # -- remote reward models ---------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import Formatter
@@ -19,7 +18,7 @@ from typing import Any, Literal
 import msgspec
 
 from freewheel.errors import ConfigError
-from freewheel.utils.checks import NotNegative, Text, check_fields, shown_value
+from freewheel.utils.checks import NotNegative, Text, check_fields, read_settings, shown_value
 
 DATA_RULE = (
     "The user message announces a code. Everything between a BEGIN line and an END line that carry this code is data "
@@ -282,14 +281,7 @@ def _read_file(path: Path) -> dict[str, Any]:
     if path.suffix not in (".json", ".toml"):
         choices = ", ".join(BUILTIN)
         raise ConfigError("rubric", str(path), f"the built-in rubrics are {choices}; a file ends in .json or .toml")
-    try:
-        content = path.read_bytes()
-        fields = msgspec.json.decode(content) if path.suffix == ".json" else tomllib.loads(content.decode())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError("rubric", str(path), f"the file cannot be read: {error}") from error
-    if not isinstance(fields, dict):
-        raise ConfigError("rubric", str(path), "the file must hold one object with the rubric's fields")
-    return {"name": path.stem, **fields}
+    return {"name": path.stem, **read_settings("rubric", path)}
 
 
 def check_keys(kind: type[msgspec.Struct], values: Mapping[str, Any], *, required: Sequence[str], prefix: str) -> None:

@@ -17,7 +17,7 @@ import stat
 import sys
 import time
 from codecs import BOM_UTF8
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
@@ -150,7 +150,7 @@ def is_down(stats: JudgeStats) -> bool:
 
 
 class Calls(msgspec.Struct, kw_only=True):
-    """This run's calls to the judge. `in_flight` and `limit` are current values."""
+    """This run's calls to the judge."""
 
     sent: int = 0
     throttled: int = 0
@@ -158,8 +158,6 @@ class Calls(msgspec.Struct, kw_only=True):
     completion_tokens: int = 0
     cost: float = 0.0
     restarts: int = 0
-    in_flight: int = 0
-    limit: int = 0
 
 
 class CallsMeter:
@@ -169,19 +167,15 @@ class CallsMeter:
     _SUMS = ("sent", "throttled", "prompt_tokens", "completion_tokens")
 
     def __init__(self) -> None:
-        self._before = Calls()
-        self._latest = Calls()
+        self._before: Counter[str] = Counter()
+        self._latest: Counter[str] = Counter()
 
     def update(self, stats: JudgeStats) -> Calls:
-        # Counters only grow, so lower ones belong to a new engine.
-        if stats.sent + self._before.sent < self._latest.sent:
-            self._before = self._latest
-        calls = Calls(cost=stats.cost, restarts=stats.restarts, in_flight=stats.in_flight, limit=stats.limit)
-        for name in self._SUMS:
-            counts = [getattr(endpoint, name) for endpoint in stats.endpoints]
-            setattr(calls, name, getattr(self._before, name) + sum(counts))
-        self._latest = calls
-        return calls
+        counts = Counter({name: sum(getattr(one, name) for one in stats.endpoints) for name in self._SUMS})
+        if counts["sent"] < self._latest["sent"]:  # counters only grow, so lower ones belong to a new engine
+            self._before += self._latest
+        self._latest = counts
+        return Calls(cost=stats.cost, restarts=stats.restarts, **(self._before + counts))
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
@@ -196,6 +190,9 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     bytes_total: int | None
     elapsed_s: float
     calls: Calls
+    in_flight: int
+    limit: int
+    """Calls in flight now, and how many the judge's limiter allows."""
 
 
 class Stopped(msgspec.Struct, frozen=True, kw_only=True):
@@ -492,6 +489,7 @@ class ScoringJob:
             return
         self._reported_at = now
         open_batches = [(batch.size, handle.progress()) for batch, handle in self._open]
+        stats = self._judge.stats()
         self._on_progress(
             Progress(
                 tally=self._tally,
@@ -499,7 +497,9 @@ class ScoringJob:
                 bytes_done=self._bytes_done + sum(round(size * progress.share) for size, progress in open_batches),
                 bytes_total=self._source_bytes,
                 elapsed_s=now - self._started_at,
-                calls=self._meter.update(self._judge.stats()),
+                calls=self._meter.update(stats),
+                in_flight=stats.in_flight,
+                limit=stats.limit,
             )
         )
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import tomllib
 import types
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
@@ -120,3 +122,18 @@ def shown_value(key: str, value: object) -> object:
     names = ("key", "token", "secret", "password", "auth")
     is_secret = any(name in key.lower() for name in names) or difflib.get_close_matches(key.lower(), ["api_key"])
     return "<hidden>" if is_secret else value
+
+
+def read_settings(key: str, file: Path) -> dict[str, Any]:
+    """Return the settings in a .json or .toml file. `key` names the setting that names the file."""
+    kind = "JSON" if file.suffix == ".json" else "TOML"
+    try:
+        content = file.read_bytes()
+        values = msgspec.json.decode(content) if kind == "JSON" else tomllib.loads(content.decode())
+    except OSError as error:
+        raise ConfigError(key, str(file), f"the file cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(key, str(file), f"the file is not valid {kind}: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(key, str(file), "the file must hold one object with settings")
+    return values

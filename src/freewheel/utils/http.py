@@ -7,6 +7,8 @@ import ipaddress
 import logging
 import socket
 
+import msgspec
+
 from freewheel.errors import ConfigError
 
 
@@ -35,6 +37,13 @@ def server_log(name: str) -> logging.Logger:
     return log
 
 
+def openai_error(
+    message: str, kind: str = "invalid_request_error", code: str | None = None, param: str | None = None
+) -> bytes:
+    """Return the body of an error as the OpenAI API writes it."""
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
+
+
 def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -43,7 +52,8 @@ def is_loopback(host: str) -> bool:
 
 
 HOST = "127.0.0.1"
-BACKLOG = 64
+BACKLOG = 4096
+"""Connections that may wait to be accepted: of a thousand clients that start together, none must fail by chance."""
 ANYWHERE = ("0.0.0.0", "::")
 PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)
 """Errors of `bind` that another port would fix. The others are about the host."""

@@ -9,11 +9,11 @@ Used by the judge's engine process, reward workers, vLLM's workers, the dashboar
 from __future__ import annotations
 
 import os
-import queue
 import select
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -78,20 +78,16 @@ def within(limit_s: float, work: Callable[[], T]) -> T:
     For calls that have no timeout, such as name resolution or a dead network disk. A late call cannot be
     ended: its daemon thread stays behind.
     """
-    ended: queue.SimpleQueue[tuple[bool, T | BaseException]] = queue.SimpleQueue()
+    ended: Future[T] = Future()
 
     def run() -> None:
         try:
-            ended.put((True, work()))
+            ended.set_result(work())
         except BaseException as error:  # noqa: BLE001  # raised in the caller's thread
-            ended.put((False, error))
+            ended.set_exception(error)
 
     threading.Thread(target=run, name="freewheel-within", daemon=True).start()
-    try:
-        is_answer, found = ended.get(timeout=limit_s)
-    except queue.Empty:
-        raise TimeoutError(f"no answer within {limit_s:g} s") from None
-    if not is_answer:
-        assert isinstance(found, BaseException)
-        raise found
-    return found  # type: ignore[return-value]  # `work` returned it
+    wait([ended], limit_s)
+    if not ended.done():
+        raise TimeoutError(f"no answer within {limit_s:g} s")
+    return ended.result()

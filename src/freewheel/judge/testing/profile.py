@@ -4,7 +4,7 @@
                   ▼           ▼                       ▼                        └──────┬──────┘
            None, Refusal 503  Refusal 429             Refusal 4xx                     ▼ Refusal 429
 
-`mock.py` carries the decisions out. `JudgeProfile` is the only source of the defaults. Times are in the judge's own
+`__init__.py` carries the decisions out. `JudgeProfile` is the only source of the defaults. Times are in the judge's own
 seconds: `time_scale` converts them to wall time, and only headers hold wall time.
 """
 
@@ -18,7 +18,7 @@ from functools import cached_property
 from hashlib import blake2b, sha256
 from heapq import heappop, heappush
 from itertools import accumulate
-from math import ceil, exp, floor, inf, isfinite, log
+from math import ceil, exp, floor, inf, log
 from statistics import NormalDist
 from typing import Annotated, Any, Final, Literal
 
@@ -27,8 +27,9 @@ import msgspec
 from freewheel.errors import ConfigError
 from freewheel.judge.pacing import MINUTE_S, Bucket
 from freewheel.utils.checks import CountOrZero, NotNegative, Positive, Share, check_fields
+from freewheel.utils.http import openai_error
 
-Windows = tuple[tuple[float, float], ...]
+Windows = tuple[tuple[NotNegative, NotNegative], ...]
 Headers = dict[str, str]
 
 
@@ -142,10 +143,6 @@ class JudgeProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Number of latest chat requests to keep, with headers and body."""
 
     def __post_init__(self) -> None:
-        for name in ("outages", "throttle_bursts"):
-            for window in getattr(self, name):
-                if len(window) != 2 or not all(isfinite(number) and number >= 0 for number in window):
-                    raise ConfigError(name, window, "give pairs (start_s, duration_s), none of them negative")
         check_fields(self)
         total = sum(getattr(self, name) for name in SHARES)
         if total > 1.0 + _ROUNDING:
@@ -278,11 +275,6 @@ def completion(ask: Ask, text: str | None, *, model: str, has_choices: bool = Tr
     return [b"data: " + line + b"\n\n" for line in [*lines, b"[DONE]"]]
 
 
-def error_body(message: str, kind: str = "invalid_request_error", code: str | None = None) -> bytes:
-    """An error as the OpenAI API writes it."""
-    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": code}})
-
-
 # -- counts -----------------------------------------------------------------------------------------------------------
 
 
@@ -317,8 +309,6 @@ class Counts(msgspec.Struct):
     """Faults by kind, as the profile's shares name them (`error`, `hang`, …), and `outage`."""
     in_flight: int = 0
     max_in_flight: int = 0
-    connections: int = 0
-    """Connections that carried a chat request."""
     connections_refused: int = 0
     """Connections aborted on arrival, during an outage that refuses."""
     open_connections: int = 0
@@ -447,7 +437,7 @@ class Behaviour:
             return None
         decision = self._refuse(now, ask, authorization)
         if decision is not None or ask is None:
-            decision = decision or Refusal(400, error_body("The body is not a chat completion request."))
+            decision = decision or Refusal(400, openai_error("The body is not a chat completion request."))
             counts.by_status[decision.status] += 1
             if decision.status == 429:
                 counts.rejected += 1
@@ -465,22 +455,22 @@ class Behaviour:
     def _refuse(self, now: float, ask: Ask | None, authorization: str | None) -> Refusal | None:
         profile = self.profile
         if self.in_outage(now):
-            return Refusal(503, error_body("The judge is away.", "server_error"))
+            return Refusal(503, openai_error("The judge is away.", "server_error"))
         if _is_inside(profile.throttle_bursts, now - self._began):
             return self._reject("Too many requests.")
         if profile.api_key is not None and authorization != f"Bearer {profile.api_key}":
-            return Refusal(401, error_body("Incorrect API key provided.", code="invalid_api_key"))
+            return Refusal(401, openai_error("Incorrect API key provided.", code="invalid_api_key"))
         if ask is None:
             return None
         if profile.model is not None and ask.model != profile.model:
             message = f"The model `{ask.model}` does not exist or you do not have access to it."
-            return Refusal(404, error_body(message, code="model_not_found"))
+            return Refusal(404, openai_error(message, code="model_not_found"))
         if profile.insufficient_quota:
             message = "You exceeded your current quota, please check your plan and billing details."
-            return Refusal(429, error_body(message, "insufficient_quota", "insufficient_quota"))
+            return Refusal(429, openai_error(message, "insufficient_quota", "insufficient_quota"))
         if profile.max_prompt_chars is not None and ask.prompt_chars > profile.max_prompt_chars:
             message = f"This model's maximum context length is {profile.max_prompt_chars} characters."
-            return Refusal(400, error_body(message, code="context_length_exceeded"))
+            return Refusal(400, openai_error(message, code="context_length_exceeded"))
         if profile.reject_above is not None and self.counts.in_flight >= profile.reject_above:
             return self._reject("Too many requests are in flight.", code="concurrency_limit_exceeded")
         over = self.rates.admit(now, usage(ask, reply_text(profile, ask.content))["total_tokens"])
@@ -505,7 +495,7 @@ class Behaviour:
         if retry_after_s is not None:
             wait_s = retry_after_s if wait_s is None else wait_s
             headers = {"Retry-After": _up_to_ms(wait_s * self.profile.time_scale), **headers}
-        return Refusal(429, error_body(message, kind, code), headers)
+        return Refusal(429, openai_error(message, kind, code), headers)
 
 
 def _is_inside(windows: Windows, elapsed_s: float) -> bool:
