@@ -171,8 +171,8 @@ class NativeEngine:
         with self._gate:
             self._open = False
         while not self._commands.empty():
-            what, answer = self._commands.get()
-            if what != self._loop.stop and answer.set_running_or_notify_cancel():
+            _, answer = self._commands.get()
+            if answer.set_running_or_notify_cancel():
                 answer.set_exception(EngineError("the engine is closed"))
         send([(entry, type(reason)(*reason.args)) for entry in self._requests])
 
