@@ -11,9 +11,8 @@ docs/engines.md compares the engines that ship with freewheel and shows how to a
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -236,15 +235,3 @@ class RequestTracker:
             ):
                 if not is_possible:
                     raise ValueError(f"{name}: {key} = {getattr(params, key)}: give {remedy}")
-
-
-def send(events: Sequence[tuple[InFlightRequest, Event]]) -> None:
-    """Deliver events from an engine's thread, with one call of the event loop."""
-
-    def deliver() -> None:
-        for request, event in events:
-            request.put(event)
-
-    if events:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the callers are gone
-            events[0][0].loop.call_soon_threadsafe(deliver)

@@ -464,7 +464,7 @@ def set_environment(device: str, environ: MutableMapping[str, str] = os.environ)
 
 
 def check_arguments(given: Mapping[str, Any], known: Collection[str] | None) -> None:
-    """Raises ConfigError for an argument in `rollout.vllm` that freewheel sets, or that this vLLM does not have.
+    """Raise ConfigError for an argument in `rollout.vllm` that freewheel sets, or that this vLLM does not have.
     `known`: None before vLLM can be asked."""
     for key, value in given.items():
         if key in SET_BY_FREEWHEEL:
@@ -493,7 +493,7 @@ def engine_arguments(
         raise ConfigError(
             "rollout.vllm.max_model_len",
             given["max_model_len"],
-            f"the longest prompt and rollout.max_new_tokens are {max_model_len} tokens: give that or more, or leave it",
+            f"the longest prompt and a response are {max_model_len} tokens: give that or more, or leave it out",
         )
     arguments: dict[str, Any] = {
         "model": settings.model_path,
