@@ -1,4 +1,4 @@
-"""A reward that a model with random weights gets now and then. Imported by a run's processes, by this file's name."""
+"""A reward that a model with random weights gets now and then. The processes of a run import it as `scores`."""
 
 from __future__ import annotations
 
