@@ -15,9 +15,10 @@ import pytest
 from freewheel.data.group import Prompt, Response
 from freewheel.judge.verdict import Failed, Scored, Verdict
 from freewheel.rollout.engine import EngineDied, EngineError, GenerationRequest, PromptRefused, generated_response
-from freewheel.rollout.evaluation import EvalResult, HeldOutScore, evaluate
+from freewheel.rollout.evaluation import EvalResult, evaluate, held_out_score
 from freewheel.rollout.generation import Sampling
 from freewheel.rollout.reward_functions import load_reward
+from freewheel.rollout.reward_workers import FunctionRunner
 
 from .fake_engine import FakeEngine
 
@@ -149,8 +150,8 @@ def test_shares_are_joined_with_their_parts():
     )
 
 
-def held_out(function: Any, executor: Any = "thread") -> HeldOutScore:
-    return HeldOutScore(load_reward(function), decode=str, workers=1, executor=executor, timeout_s=20.0)
+def runner_of(function: Any, executor: Any = "thread") -> FunctionRunner:
+    return FunctionRunner(load_reward(function), workers=1, executor=executor, timeout_s=20.0)
 
 
 async def test_a_failed_score_is_counted_and_is_no_zero(caplog: pytest.LogCaptureFixture):
@@ -160,8 +161,8 @@ async def test_a_failed_score_is_counted_and_is_no_zero(caplog: pytest.LogCaptur
         used.add(threading.current_thread().name)
         return {"score": 1 / row["place"], "format": 0.5, "steps": 2.0}
 
-    async with held_out(score) as scored:
-        found = await run([1], [1], score=scored)
+    async with runner_of(score) as runner:
+        found = await run([1], [1], score=held_out_score(runner, str))
     assert (found.mean, found.failed) == (1.0, 1)
     assert {name: part.mean for name, part in found.parts.items()} == {"format": 0.5, "steps": 2.0}
     assert "could not be scored: ZeroDivisionError" in caplog.text
@@ -169,7 +170,8 @@ async def test_a_failed_score_is_counted_and_is_no_zero(caplog: pytest.LogCaptur
 
 
 async def test_a_process_scores_held_out_responses():
-    async with held_out("freewheel.data.tasks.word_problems:TASK.score", executor="process") as score:
+    async with runner_of("freewheel.data.tasks.word_problems:TASK.score", executor="process") as runner:
+        score = held_out_score(runner, str)
         row = {"place": 0, "reward_model": {"ground_truth": "3"}}
         prompt = Prompt(tokens=np.array([1], np.int32), row=row)
         assert isinstance(await score(prompt, generated_response(*[np.ones(1, np.int32)] * 3, "stop")), Scored)

@@ -88,7 +88,7 @@ def test_the_rules_of_freewheel_are_reward_functions(monkeypatch: pytest.MonkeyP
     assert load_reward("freewheel.rewards:compute_score").is_async, "waiting for a judge holds no thread"
 
 
-async def test_async_functions_are_known_in_every_form():
+async def test_an_async_function_callable_or_partial_is_recognised():
     async def plain(response, row):
         return 1.0
 

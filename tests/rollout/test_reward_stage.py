@@ -117,15 +117,6 @@ async def test_a_response_is_scored_at_once_and_rewards_come_in_the_order_of_the
     assert rewards[1].verdict == Scored(2.0, parts={"acc": 1.0})
 
 
-async def test_a_function_that_blocks_does_not_block_the_loop_or_an_earlier_score(make_stage: MakeStage):
-    release = threading.Event()
-    stage = make_stage(lambda response, row: float(response == "quick" or release.wait(WAIT_S)), workers=1)
-    quick, slow = begin(stage, ["quick"]), begin(stage, ["slow"], ordinal=1)
-    assert numbers(await asyncio.wait_for(quick.result(), WAIT_S)) == [1.0]
-    release.set()
-    assert numbers(await slow.result()) == [1.0]
-
-
 async def test_a_batch_function_gets_whole_groups_at_once_and_does_not_wait_for_a_slow_response(
     make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch
 ):

@@ -328,17 +328,7 @@ async def test_nothing_more_is_scored_of_a_group_whose_generation_failed(scene: 
 async def test_a_lost_queue_ends_the_loop(scene: Build, engine_fails: bool) -> None:
     """Generating more would only lose work."""
 
-    class Lost:
-        def __init__(self) -> None:
-            self.tickets = [Ticket(0, 0), Ticket(1, 1)]
-
-        async def admit(self, replica: str, *, want: int, load: int, wait_s: float, holding: Any) -> Admission:
-            if self.tickets:
-                given, self.tickets = self.tickets, []
-                return Admission(given)
-            await asyncio.sleep(wait_s)
-            return Admission([])
-
+    class Lost(MessageQueue):
         async def put(self, groups: EncodedGroups, *, wait_s: float) -> bool:
             raise ConnectionError("the queue died")
 
@@ -349,7 +339,7 @@ async def test_a_lost_queue_ends_the_loop(scene: Build, engine_fails: bool) -> N
         if engine_fails:
             raise EngineError("broken")
 
-    one = await scene(behave, queue=Lost())
+    one = await scene(behave, queue=Lost(bounds=bounds_of()))
     with pytest.raises(ConnectionError, match="the queue died"):
         await asyncio.wait_for(one.running, SOON_S)
 
@@ -379,15 +369,6 @@ async def test_a_slow_reward_holds_no_generation_capacity(scene: Build) -> None:
     assert one.rollouter.stats()["spans"]["generate"] > 0
 
 
-async def test_the_engine_gets_twice_the_groups_that_it_can_run(scene: Build) -> None:
-    one = await scene(capacity=3, bounds=bounds_of(threshold=9))
-    one.engine.gate.clear()
-    await until(lambda: len(one.engine.requests) == 6)  # it must not run dry
-    one.engine.gate.set()
-    await until(lambda: one.rollouter.total_generated_samples == 40 * N)
-    assert one.engine.most_running == 6
-
-
 async def test_the_pause_between_batches_is_left_out_while_the_engine_has_free_slots(scene: Build) -> None:
     class OneByOne(MessageQueue):
         async def admit(self, replica: str, *, want: int, **more: Any) -> Admission:
@@ -403,10 +384,10 @@ async def test_the_pause_between_batches_is_left_out_while_the_engine_has_free_s
     await until(lambda: len(one.engine.requests) > 6)  # a free slot ends the pause
 
 
-async def test_one_long_response_does_not_hold_the_slots_of_the_others_of_its_group(
+async def test_the_engine_gets_twice_the_groups_it_can_run_and_others_while_one_response_is_long(
     scene: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last response of each group waits: the engine has slots for all but those, and is asked to fill them."""
+    """The last response of each group waits. The engine has slots for all but those, and is asked to fill them."""
     monkeypatch.setattr("freewheel.rollout.rollouter.ADMIT_WAIT_S", 0.05)
 
     class LongLast(FakeEngine):
@@ -418,6 +399,12 @@ async def test_one_long_response_does_not_hold_the_slots_of_the_others_of_its_gr
 
     long = asyncio.Event()
     one = await scene(LongLast(), capacity=2, bounds=bounds_of(threshold=9))
+    one.engine.gate.clear()
+    await until(lambda: one.engine.running)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert len(one.engine.requests) == 2 * 2
+    one.engine.gate.set()
     await until(lambda: one.rollouter.stats()["generating_groups"] > 4)
     long.set()
     await until(lambda: one.rollouter.total_generated_samples == 40 * N)

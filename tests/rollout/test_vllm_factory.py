@@ -117,9 +117,7 @@ def test_on_a_cpu_the_cache_holds_every_slot_and_at_most_twice_that() -> None:
     [
         ({"max_num_batch_tokens": 5}, "rollout.vllm.max_num_batch_tokens", "did you mean max_num_batched_tokens"),
         ({"zzz": 5}, "rollout.vllm.zzz", "see AsyncEngineArgs"),
-        ({"dtype": "half"}, "rollout.vllm.dtype", "model.dtype sets it"),
-        ({"gpu_memory_utilization": 0.5}, "rollout.vllm.gpu_memory_utilization", "rollout.gpu_memory_share sets it"),
-        ({"worker_extension_cls": "x.Y"}, "rollout.vllm.worker_extension_cls", "takes over new weights: leave it out"),
+        ({"dtype": "half"}, "rollout.vllm.dtype", "model.dtype sets it: .*: leave it out"),
         ({"max_model_len": 99}, "rollout.vllm.max_model_len", "are 100 tokens"),
     ],
     ids=str,

@@ -43,9 +43,12 @@ class Shipments:
     def __init__(self) -> None:
         self.began: list[int] = []
         self.ended: list[int] = []
+        self.fails = False
 
     @contextmanager
     def __call__(self, weights: AnyWeights) -> Iterator[list[dict[str, Any]]]:
+        if self.fails:
+            raise EngineError("no space left")
         self.began.append(threading.get_ident())
         try:
             yield [{"part": 0, "parts": 2}, {"part": 1, "parts": 2}]
@@ -106,6 +109,8 @@ async def test_a_request_gets_whole_samples_with_its_own_parameters(engine: Vllm
     assert (stats.generated_tokens, stats.prompt_tokens, stats.running) == (7, 4, 0)
     with pytest.raises(PromptRefused):
         await ask(engine, request_of(VOCABULARY))
+    _, second = await asyncio.gather(ask(engine, request_of(5)), ask(engine, request_of(5)), return_exceptions=True)
+    assert "in flight already" in str(second)
 
 
 async def test_no_token_in_time_is_a_timeout_for_requests_with_slots(
@@ -125,19 +130,21 @@ async def test_no_token_in_time_is_a_timeout_for_requests_with_slots(
     await engine.close()
 
 
-async def test_the_time_of_an_update_is_no_timeout(server: FakeServer) -> None:
+async def test_an_engine_is_busy_and_may_time_out_only_while_tokens_can_be_made(server: FakeServer) -> None:
     now = 0.0
     engine = engine_over(server, clock=lambda: now)
     server.going.clear()
     waiting = asyncio.create_task(ask(engine, request_of(1)))
     await until(lambda: server.bodies)
     now = 5.0
-    assert engine._idle_s() == 5.0
-    await engine._pause()
+    assert engine._idle_s() == engine.stats().busy_s == 5.0
+    await engine._pause()  # for an update
     now = 1000.0
-    assert engine._idle_s() == 5.0
+    assert engine._idle_s() == engine.stats().busy_s == 5.0
     await engine._resume()
     assert len((await waiting)[0].tokens) == 3
+    now = 2000.0
+    assert engine.stats().busy_s == 5.0, "an engine without requests is not busy"
     await engine.close()
 
 
@@ -203,11 +210,12 @@ async def test_a_sample_in_flight_keeps_its_first_version_and_a_new_one_waits_fo
     await updating
 
 
-@pytest.mark.parametrize("fails", ["pause", "start_weight_update"])
+@pytest.mark.parametrize("fails", ["ship", "pause", "start_weight_update"])
 async def test_a_failure_before_anything_is_overwritten_leaves_the_old_version_serving(
     engine: VllmEngine, server: FakeServer, fails: str
 ) -> None:
     server.fails = {fails}
+    engine._ship.fails = fails == "ship"
     for _ in range(3):
         with pytest.raises(EngineError) as failed:
             await update(engine, 1)
@@ -223,7 +231,7 @@ async def test_a_later_failure_is_repaired_by_the_next_update_or_ends_the_engine
     with pytest.raises(EngineError, match="nothing is generated until an update succeeds"):
         await update(engine, 1)
     assert server.calls[-1] == fails, "it is not resumed"
-    ship: Any = engine._ship
+    ship = engine._ship
     assert len(ship.ended) == 1 and threading.get_ident() not in {*ship.began, *ship.ended}, "they copy: in a thread"
     waiting = asyncio.create_task(versions(engine, 1))
     await asyncio.sleep(0)

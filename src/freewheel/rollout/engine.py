@@ -11,9 +11,8 @@ docs/engines.md compares the engines that ship with freewheel and shows how to a
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -98,7 +97,7 @@ class Engine(Protocol):
         """Version of the weights that make the next token."""
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[tuple[int, Response]]:
-        """Yields (index of the sample, its response) when a sample has ended, in any order.
+        """Yield (index of the sample, its response) when a sample has ended, in any order.
 
         `logprobs` are at the sample's temperature: a training forward pass gives the same. Where top_p or top_k cut
         the distribution, `native` gives them before the cut and `vllm` after it. Raises a kind of `EngineError`.
@@ -106,7 +105,7 @@ class Engine(Protocol):
         """
 
     async def update_weights(self, version: int, weights: AnyWeights, *, verify: bool) -> int | None:
-        """Replaces the parameters between two tokens and keeps what is in flight. Called for one version at a time.
+        """Replace the parameters between two tokens and keep what is in flight. Called for one version at a time.
         Returns the content sum of the parameters that the engine then holds if `verify`, else None.
 
         `weights` are complete: a missing, unknown or misshapen parameter is an error. After a failure either nothing
@@ -116,7 +115,7 @@ class Engine(Protocol):
     def stats(self) -> EngineStats: ...
 
     async def close(self) -> None:
-        """Frees everything. Requests in flight raise GenerationAborted."""
+        """Free everything. Requests in flight raise GenerationAborted."""
 
 
 def generated_response(tokens: Array, logprobs: Array, versions: Array, finish: Finish) -> Response:
@@ -126,7 +125,7 @@ def generated_response(tokens: Array, logprobs: Array, versions: Array, finish: 
 
 
 async def generate_all(engine: Engine, request: GenerationRequest) -> list[Response]:
-    """All samples of a request, in order."""
+    """Return all samples of a request, in order."""
     found: dict[int, Response] = {}
     async for index, response in engine.generate(request):
         found[index] = response
@@ -142,17 +141,15 @@ Event = tuple[int, Response] | EngineError
 """An ended sample (its index and response), or the end of the whole request."""
 
 
+@dataclass(eq=False, slots=True)
 class InFlightRequest:
-    """A request whose caller waits for responses. Its methods run in the event loop."""
+    """A request whose caller waits for responses. Belongs to the event loop."""
 
-    __slots__ = ("_inbox", "loop", "missing", "request")
-
-    def __init__(self, request: GenerationRequest) -> None:
-        self.request = request
-        self.loop = asyncio.get_running_loop()
-        self.missing = len(request.samples)
-        """Responses that the caller has not got."""
-        self._inbox: asyncio.Queue[Event] = asyncio.Queue()
+    request: GenerationRequest
+    missing: int
+    """Responses that the caller has not got."""
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    _inbox: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
 
     def put(self, event: Event) -> None:
         self._inbox.put_nowait(event)
@@ -193,7 +190,7 @@ class RequestTracker:
         `start` hands it to the engine. `stop` is called at its end, after the last response or before (`missing`).
         """
         self._check(request)
-        entry = self._requests[request.id] = InFlightRequest(request)
+        entry = self._requests[request.id] = InFlightRequest(request, missing=len(request.samples))
         try:
             start(entry)
             if self._timer is None:
@@ -238,15 +235,3 @@ class RequestTracker:
             ):
                 if not is_possible:
                     raise ValueError(f"{name}: {key} = {getattr(params, key)}: give {remedy}")
-
-
-def send(events: Sequence[tuple[InFlightRequest, Event]]) -> None:
-    """Deliver events from an engine's thread, with one call of the event loop."""
-
-    def deliver() -> None:
-        for request, event in events:
-            request.put(event)
-
-    if events:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the callers are gone
-            events[0][0].loop.call_soon_threadsafe(deliver)

@@ -112,7 +112,7 @@ class EngineFactory:
     """Whether `check` finds problems that `check_options` and `require` cannot."""
 
     def check_options(self, options: RolloutOptions) -> None:
-        """Raises ConfigError for settings that this engine cannot use. Called for every configuration: reads nothing
+        """Raise ConfigError for settings that this engine cannot use. Called for every configuration: reads nothing
         but its argument."""
         usual = type(options)()
         for key in VLLM_KEYS:
@@ -125,14 +125,14 @@ class EngineFactory:
         return ()
 
     def require(self, options: RolloutOptions) -> None:
-        """Raises ConfigError if one of `packages` is missing or unusable. Must not import it."""
+        """Raise ConfigError if one of `packages` is missing or unusable. Must not import it."""
 
     def check(self, settings: EngineSettings) -> None:
-        """Raises what `load` would refuse, without loading the model. Runs in a child process before a run starts, if
+        """Raise what `load` would refuse, without loading the model. Runs in a child process before a run starts, if
         `has_check`."""
 
     def load(self, settings: EngineSettings) -> LoadedEngine:
-        """Makes the engine of one rollouter, in its process. Takes as long as loading the model does."""
+        """Make the engine of one rollouter, in its process. Takes as long as loading the model does."""
         raise NotImplementedError
 
     # -- for the plan -------------------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ def load_model_config(path: str, *, trust_remote_code: bool) -> tuple[Any, Any]:
 
 
 def count_parameters(path: str, model_config: Any, *, trust_remote_code: bool) -> int:
-    """Counts the parameters of a model of this configuration. Its weights need not be on this machine."""
+    """Count the parameters of a model of this configuration. Its weights need not be on this machine."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -241,7 +241,7 @@ def count_parameters(path: str, model_config: Any, *, trust_remote_code: bool) -
 
 @contextmanager
 def loading_errors(key: str, path: str) -> Iterator[None]:
-    """Turns what transformers raises for a model it cannot load into a ConfigError of one line."""
+    """Turn what transformers raises for a model it cannot load into a ConfigError of one line."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -251,7 +251,7 @@ def loading_errors(key: str, path: str) -> Iterator[None]:
 
 
 def check_weights(folder: Path) -> None:
-    """Raises ConfigError for a file of weights that is cut short or damaged. Reads only headers: milliseconds."""
+    """Raise ConfigError for a file of weights that is cut short or damaged. Reads only headers: milliseconds."""
     from safetensors import SafetensorError, safe_open
 
     for file in sorted(folder.glob("*.safetensors")):

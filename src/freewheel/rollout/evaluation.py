@@ -23,8 +23,7 @@ from freewheel.judge.verdict import Failed, Verdict
 from freewheel.rewards.scoring import rule_value
 from freewheel.rollout.engine import Engine, EngineDied, EngineError
 from freewheel.rollout.generation import Sampling, generate_and_score
-from freewheel.rollout.reward_functions import RewardFunction
-from freewheel.rollout.reward_workers import Executor, FunctionRunner
+from freewheel.rollout.reward_workers import FunctionRunner
 
 log = logging.getLogger("freewheel.rollout")
 
@@ -116,36 +115,28 @@ class EvalResult:
         )
 
 
-class HeldOutScore(FunctionRunner):
-    """Scores with the reward function alone, without judge and length penalty: a measurement must not move with them.
+Score = Callable[[Prompt, Response], Awaitable[Verdict]]
 
-    The function runs as in the reward stage, in its own threads or processes. A call that hangs for `timeout_s` costs
-    only its own score. Use it in `async with`.
+
+def held_out_score(runner: FunctionRunner, decode: Callable[[Array], str]) -> Score:
+    """Score with the reward function alone, without judge and length penalty: a measurement must not move with them.
+
+    A call that hangs costs only its own score.
     """
 
-    def __init__(
-        self,
-        function: RewardFunction,
-        *,
-        decode: Callable[[Array], str],
-        workers: int,
-        executor: Executor,
-        timeout_s: float,
-    ) -> None:
-        super().__init__(function, workers=workers, executor=executor, timeout_s=timeout_s)
-        self._decode = decode
-
-    async def __call__(self, prompt: Prompt, response: Response) -> Verdict:
-        (verdict,) = await self.score([self.function.call_for(prompt, self._decode(response.tokens), response)])
+    async def score(prompt: Prompt, response: Response) -> Verdict:
+        (verdict,) = await runner.score([runner.function.call_for(prompt, decode(response.tokens), response)])
         if isinstance(verdict, Failed):
             log.warning("Evaluation: a response could not be scored: %s", verdict.summary)
         return verdict
+
+    return score
 
 
 async def evaluate(
     engine: Engine,
     prompts: Sequence[Prompt],
-    score: Callable[[Prompt, Response], Awaitable[Verdict]],
+    score: Score,
     sampling: Sampling,
     *,
     timeout_s: float,

@@ -361,7 +361,7 @@ class Lookahead:
     def admit(self, groups: int) -> None:
         self.unfinished += groups * self._n
 
-    def release(self, responses: int = 1) -> None:
+    def release(self, responses: int) -> None:
         """These responses have left the engine, or will never enter it."""
         self.unfinished -= responses
 

@@ -240,19 +240,20 @@ class RolloutSide:
     async def evaluate(self, share: int = 0, shares: int = 1, *, keep_responses: bool = False) -> EvalResult | None:
         """Evaluate every `shares`-th held-out prompt with the engine's current weights and the reward function alone,
         without judge and retries. None: this share is empty."""
-        from freewheel.rollout.evaluation import HeldOutScore, evaluate
+        from freewheel.rollout.evaluation import evaluate, held_out_score
+        from freewheel.rollout.reward_workers import FunctionRunner
 
         places = range(share, len(self.held_out), shares)
         if not places:
             return None
-        reward, decode = self.config.reward, decoder(self.tokenizer)
-        async with HeldOutScore(
-            self.reward, decode=decode, workers=reward.workers, executor=reward.executor, timeout_s=reward.timeout_s
-        ) as score:
+        reward = self.config.reward
+        async with FunctionRunner(
+            self.reward, workers=reward.workers, executor=reward.executor, timeout_s=reward.timeout_s
+        ) as runner:
             return await evaluate(
                 self.engine,
                 [self.held_out[place] for place in places],
-                score,
+                held_out_score(runner, decoder(self.tokenizer)),
                 self._sampling(n=self.config.eval.samples, temperature=self.config.eval.temperature),
                 timeout_s=self.config.async_training.generation_timeout,
                 ordinals=places,

@@ -18,7 +18,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:
-            item.add_marker(pytest.mark.filterwarnings("default"))  # vLLM's, which are not ours to mend
+            item.add_marker(pytest.mark.filterwarnings("default"))  # vLLM raises warnings
 
 
 @pytest.fixture(scope="session", autouse=True)

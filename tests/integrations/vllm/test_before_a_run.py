@@ -1,4 +1,4 @@
-"""What real vLLM would refuse is refused before a run starts: by name, by value, by the model's heads."""
+"""Settings and models that real vLLM would refuse are refused before a run starts."""
 
 from __future__ import annotations
 
@@ -26,15 +26,12 @@ def test_settings_that_can_serve_are_no_problem(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "key", "says"),
     [
-        ({"vllm": {"max_num_batched_toks": 64}}, "rollout.vllm.max_num_batched_toks", "max_num_batched_tokens"),
-        ({"vllm": {"logprobs_mode": "raw_logits"}}, "rollout.vllm.logprobs_mode", "leave it out"),
-        ({"vllm": {"max_model_len": 8}}, "rollout.vllm.max_model_len", "give that or more"),
         ({"vllm": {"block_size": "many"}}, "rollout.vllm", "vLLM refuses it"),
         ({"temperature": 5.0}, "rollout", "temperature"),
     ],
     ids=str,
 )
-def test_a_setting_that_cannot_work_is_refused_before_anything_starts(
+def test_a_value_that_vllm_does_not_allow_is_refused_before_anything_starts(
     folder: Path, given: dict[str, Any], key: str, says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says) as refused:
@@ -43,7 +40,7 @@ def test_a_setting_that_cannot_work_is_refused_before_anything_starts(
 
 
 def test_a_model_that_vllm_has_no_kernels_for_is_refused_at_the_start() -> None:
-    """The embedded one's heads are of 16: on a CPU vLLM would die of the first prompt."""
+    """The embedded model's heads have size 16: on a CPU vLLM would die at the first prompt."""
     with pytest.raises(ConfigError, match=r"heads have size 16.*rollout\.engine=native") as refused:
         engine_of(model_path(), max_new_tokens=16)
     assert refused.value.key == "model.path"

@@ -1,4 +1,4 @@
-"""What a user, a machine or a bug may do to an engine ends in an error that says so, and nobody waits for ever."""
+"""When vLLM's engine core, its rollouter or the engine ends, every wait ends with an error and no process is left."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -18,9 +15,9 @@ from transformers import PreTrainedModel
 
 from freewheel.rollout.engine import EngineDied, EngineError, GenerationAborted
 from freewheel.rollout.vllm.engine import VllmEngine
-from freewheel.sync.weights import AnyWeights
 
-from .asking import NEW_TOKENS, WAIT_S, Begun, ask, engine_of, request_of, weights_of
+from ...rollout.helpers import ask, request_of
+from .asking import NEW_TOKENS, WAIT_S, begin, engine_of, weights_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
 
@@ -37,12 +34,11 @@ def kill_core(engine: VllmEngine) -> None:
 
 async def test_the_death_of_the_core_ends_every_wait_and_every_later_one(folder: Path, new: PreTrainedModel) -> None:
     engine = engine_of(folder)
-    begun = Begun(engine, request_of(1, n=3, new=NEW_TOKENS))
-    await begun.wait()
+    begun = await begin(engine, request_of(1, n=3, new=NEW_TOKENS))
     await engine._pause()
     updating = asyncio.create_task(engine.update_weights(1, weights_of(new), verify=True))
     kill_core(engine)
-    found = await asyncio.wait_for(asyncio.gather(begun.asked, updating, return_exceptions=True), WAIT_S)
+    found = await asyncio.wait_for(asyncio.gather(begun, updating, return_exceptions=True), WAIT_S)
     assert {type(one) for one in found} == {EngineDied}
     for call in (ask(engine, request_of(2)), engine.update_weights(2, weights_of(new), verify=False)):
         with pytest.raises(EngineDied):
@@ -71,7 +67,7 @@ if __name__ == "__main__":
 
 
 def test_vllms_processes_end_with_a_rollouter_that_is_killed(folder: Path, tmp_path: Path) -> None:
-    """Else they would keep the GPU's memory from its successor."""
+    """Its successor needs the GPU's memory."""
     script = tmp_path / "rollouter.py"
     script.write_text(ROLLOUTER)
     command = [sys.executable, str(script), str(folder)]
@@ -82,43 +78,17 @@ def test_vllms_processes_end_with_a_rollouter_that_is_killed(folder: Path, tmp_p
         below = cores(psutil.Process(rollouter.pid))
         assert len(below) == 2, "the engine core and a worker"
         rollouter.kill()
-        _, alive = psutil.wait_procs(below, timeout=WAIT_S)
-        assert not alive
+        assert not psutil.wait_procs(below, timeout=WAIT_S)[1]
 
 
-async def test_two_half_updates_in_a_row_end_the_engine_and_close_ends_its_processes(
-    folder: Path, new: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    @contextmanager
-    def nowhere(weights: AnyWeights) -> Iterator[list[dict[str, Any]]]:
-        yield [{"names": [], "dtype_names": [], "shapes": [], "starts": [], "path": "/gone", "part": 0, "parts": 1}]
-
+async def test_closing_ends_requests_and_vllms_processes(folder: Path) -> None:
     engine = engine_of(folder)
-    begun = Begun(engine, request_of(3, new=NEW_TOKENS))
-    await begun.wait()
-    monkeypatch.setattr(engine, "_ship", nowhere)
-    with pytest.raises(EngineError, match="nothing is generated until") as first:
-        await engine.update_weights(1, weights_of(new), verify=False)
-    assert not isinstance(first.value, EngineDied)
-    with pytest.raises(EngineDied, match="of several versions"):
-        await engine.update_weights(1, weights_of(new), verify=False)
-    with pytest.raises(EngineDied):
-        await begun.asked
-    with pytest.raises(EngineDied):
-        await ask(engine, request_of(4))
+    begun = await begin(engine, request_of(5, n=2, new=NEW_TOKENS))
     processes = cores(psutil.Process())
     assert processes
     await engine.close()
-    _, alive = psutil.wait_procs(processes, timeout=WAIT_S)
-    assert not alive
-
-
-async def test_close_ends_what_is_in_flight(folder: Path) -> None:
-    engine = engine_of(folder)
-    begun = Begun(engine, request_of(5, n=2, new=NEW_TOKENS))
-    await begun.wait()
-    await engine.close()
     with pytest.raises(GenerationAborted):
-        await begun.asked
+        await begun
     with pytest.raises(EngineError, match="closed"):
         await ask(engine, request_of(6))
+    assert not psutil.wait_procs(processes, timeout=WAIT_S)[1]

@@ -31,8 +31,7 @@ from freewheel.rollout.native.engine import NativeEngine
 from freewheel.rollout.native.runner import UnsupportedModel
 from freewheel.sync.weights import Weights, pack
 
-from ..helpers import until
-from .asking import ask, ask_all, assert_agrees, request_of, running, tiny
+from ..helpers import ask, ask_all, assert_agrees, mixed_logprobs, request_of, running, tiny, until
 
 
 class Clock:
@@ -114,17 +113,6 @@ async def test_new_weights_take_effect_between_two_tokens_of_samples_in_flight()
             np.testing.assert_allclose(one.logprobs, expected, atol=1e-5)
         (fresh,) = await ask(gate.engine, request_of(2))
         assert_agrees(new, request_of(2), fresh)
-
-
-def mixed_logprobs(old: PreTrainedModel, new: PreTrainedModel, prompt: Any, tokens: Any, changed: int) -> Any:
-    """By `old` for the first tokens, then by `new` over the keys and values that `old` made for them."""
-    ids = torch.from_numpy(np.concatenate([prompt, tokens]).astype(np.int64))[None]
-    cut = len(prompt) + changed - 1  # the first input that the new weights see
-    with torch.no_grad():
-        before = old(input_ids=ids[:, :cut], use_cache=True)
-        after = new(input_ids=ids[:, cut:-1], past_key_values=before.past_key_values, use_cache=True)
-    logits = torch.cat([before.logits[0, len(prompt) - 1 :], after.logits[0]])
-    return torch.log_softmax(logits, -1).gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
 
 
 async def test_a_prompt_that_waits_through_an_update_is_read_by_the_new_weights() -> None:

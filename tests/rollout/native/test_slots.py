@@ -1,4 +1,4 @@
-"""Slots and pages over arbitrary sequences of requests."""
+"""Which slots and pages samples get, for any sequence of requests."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ Move = st.one_of(
 class Story:
     """Plays moves against a scheduler and checks every placement."""
 
-    def __init__(self, slots: int) -> None:
-        self.scheduler: Scheduler[int] = Scheduler(slots=slots)
+    def __init__(self, slots: int, refill: int) -> None:
+        self.scheduler: Scheduler[int] = Scheduler(slots=slots, refill=refill)
+        self.refill = refill
         self.held: dict[int, tuple[int, int]] = {}
         self.sizes: dict[int, int] = {}
         self.entered: list[tuple[int, int]] = []
@@ -44,21 +45,27 @@ class Story:
             self.dropped.add(request)
 
     def admit(self) -> list[Placement[int]]:
+        free = [slot for slot in range(self.scheduler.slots) if slot not in self.held]
+        waiting = self.scheduler.waiting
+        worth_a_prefill = not self.held or len(free) >= min(self.refill, waiting)
         placed = self.scheduler.admit()
+        assert [one.slot for one in placed] == free[: waiting * worth_a_prefill], "low slots first"
         for one in placed:
-            assert one.slot not in self.held and 0 <= one.slot < self.scheduler.slots
             assert one.request not in self.dropped
             self.held[one.slot] = (one.request, one.index)
             self.entered.append((one.request, one.index))
         assert self.scheduler.running == len(self.held)
-        assert not self.scheduler.waiting or len(self.held) == self.scheduler.slots
+        unentered = [r for r, size in self.sizes.items() if r not in self.dropped and (r, size - 1) not in self.entered]
+        assert list(self.scheduler.upcoming()) == unentered
         return placed
 
 
-@given(slots=st.integers(1, 6), moves=st.lists(Move, max_size=60))
-@example(slots=1, moves=[("add", 1), ("admit", 0), ("drop", 0), ("add", 1), ("admit", 0)])  # a dropped slot is free
-def test_every_sample_enters_once_in_order_and_no_slot_is_used_twice(slots: int, moves: list[tuple[str, int]]) -> None:
-    story = Story(slots)
+@given(slots=st.integers(1, 6), refill=st.integers(1, 4), moves=st.lists(Move, max_size=60))
+@example(slots=1, refill=1, moves=[("add", 1), ("admit", 0), ("drop", 0), ("add", 1), ("admit", 0)])  # it is free again
+def test_every_sample_enters_once_in_order_and_takes_a_low_free_slot_once_enough_are_free(
+    slots: int, refill: int, moves: list[tuple[str, int]]
+) -> None:
+    story = Story(slots, refill)
     for kind, number in moves:
         story.play(kind, number)
     while story.admit() or story.held:
@@ -67,21 +74,6 @@ def test_every_sample_enters_once_in_order_and_no_slot_is_used_twice(slots: int,
     kept = [(r, i) for r, size in story.sizes.items() for i in range(size) if r not in story.dropped]
     assert [entry for entry in story.entered if entry[0] not in story.dropped] == kept
     assert story.scheduler.waiting == story.scheduler.running == 0
-
-
-def test_samples_take_low_slots_once_enough_are_free_or_all_samples_fit() -> None:
-    scheduler: Scheduler[str] = Scheduler(slots=8, refill=4)
-    scheduler.add("first", 9)
-    assert len(scheduler.admit()) == 8 and list(scheduler.upcoming()) == ["first"]
-    scheduler.add("second", 5)
-    for slot in (7, 0, 2):
-        scheduler.release(slot)
-    assert scheduler.admit() == [], "three are free, and six samples wait"
-    scheduler.release(5)
-    assert [(one.request, one.slot) for one in scheduler.admit()] == [("first", 0), *[("second", s) for s in (2, 5, 7)]]
-    for slot in (1, 3):
-        scheduler.release(slot)
-    assert [one.slot for one in scheduler.admit()] == [1, 3], "all that wait fit"
 
 
 ROWS, PER_ROW = 5, 4

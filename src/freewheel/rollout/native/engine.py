@@ -13,6 +13,7 @@ end of the thread, or the watch of `RequestTracker`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import itertools
 import logging
@@ -38,7 +39,6 @@ from freewheel.rollout.engine import (
     InFlightRequest,
     RequestTracker,
     generated_response,
-    send,
 )
 from freewheel.rollout.engines import NativeFactory
 from freewheel.rollout.native.runner import (
@@ -171,10 +171,10 @@ class NativeEngine:
         with self._gate:
             self._open = False
         while not self._commands.empty():
-            what, answer = self._commands.get()
-            if what != self._loop.stop and answer.set_running_or_notify_cancel():
+            _, answer = self._commands.get()
+            if answer.set_running_or_notify_cancel():
                 answer.set_exception(EngineError("the engine is closed"))
-        send([(entry, type(reason)(*reason.args)) for entry in self._requests])
+        _deliver([(entry, type(reason)(*reason.args)) for entry in self._requests])
 
     def _run_commands(self) -> None:
         """Run pending commands. Waits for one only while there is nothing to decode."""
@@ -186,6 +186,18 @@ class NativeEngine:
                 answer.set_result(what())
             except Exception as error:  # noqa: BLE001  # raised where the command was sent
                 answer.set_exception(error)
+
+
+def _deliver(events: Sequence[tuple[InFlightRequest, Event]]) -> None:
+    """Put events into their requests from the engine's thread, with one call of the event loop."""
+
+    def put_all() -> None:
+        for entry, event in events:
+            entry.put(event)
+
+    if events:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the callers are gone
+            events[0][0].loop.call_soon_threadsafe(put_all)
 
 
 # -- the thread's side -------------------------------------------------------------------------------------------------
@@ -276,7 +288,7 @@ class DecodeLoop:
             events = self._collapse(error)
         self._progress_at = self._clock() if self._scheduler.running else None
         self._busy_s += time.perf_counter() - began_s
-        send(events)
+        _deliver(events)
 
     def _enter(self, placements: Sequence[Placement[InFlightRequest]]) -> None:
         needed = dict.fromkeys(p.request for p in placements)

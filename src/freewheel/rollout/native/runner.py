@@ -438,7 +438,7 @@ class UnsupportedModel(EngineError, ValueError):
 
 
 def check_supported(model: PreTrainedModel) -> None:
-    """Raises `UnsupportedModel` unless all layers of the decoder attend to everything before them."""
+    """Raise `UnsupportedModel` unless all layers of the decoder attend to everything before them."""
     config: Any = model.config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(model, "it is an encoder-decoder")
@@ -482,7 +482,7 @@ def compute_logprobs(model: PreTrainedModel, max_prompt_tokens: int) -> tuple[Ar
 
 
 def check_agreement(runner: Runner, prompt: Array, expected: Tensor) -> None:
-    """Raises `UnsupportedModel` if the engine's own numbers differ from `compute_logprobs`."""
+    """Raise `UnsupportedModel` if the engine's own numbers differ from `compute_logprobs`."""
     token, logprob = runner.next_token(prompt)
     gap = abs(logprob - float(expected[token]))
     full = runner.model.dtype in (torch.float32, torch.float64)

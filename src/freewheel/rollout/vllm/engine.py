@@ -130,11 +130,9 @@ class VllmEngine:
         self._llm = connect(version=version, on_death=self._core_died)
         self._initial = initial
         self._ship = ship
-        self._slots = slots
         self.version = version
-        self._name = secrets.token_hex(8)
-        self._loads = 0
-        """Number of successful updates."""
+        # Not the version: a server's cache outlives this engine, and a version number may return with other weights.
+        self._salt = secrets.token_hex(8)
         self._requests = RequestTracker(
             slots=slots,
             max_prompt_tokens=max_prompt_tokens,
@@ -190,12 +188,12 @@ class VllmEngine:
         return await asyncio.shield(self._run_task(self._take_over(version, weights, verify)))
 
     def stats(self) -> EngineStats:
-        live = len(self._live)
+        live, slots = len(self._live), self._requests.slots
         return EngineStats(
             version=self.version,
-            running=min(live, self._slots),
-            waiting=max(0, live - self._slots),
-            slots=self._slots,
+            running=min(live, slots),
+            waiting=max(0, live - slots),
+            slots=slots,
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._count_tokens(),
             busy_s=self._busy.elapsed_s,
@@ -232,11 +230,6 @@ class VllmEngine:
                 self._forget(name, self._llm.tokens().get(name, 0))
                 if self._over is None:
                     self._run_task(self._llm.abort(name))
-
-    @property
-    def _salt(self) -> str:
-        # Not the version: a server's cache outlives this engine, and a version number may return with other weights.
-        return f"{self._name}-{self._loads}"
 
     def _forget(self, name: str, tokens: int) -> None:
         self._live.discard(name)
@@ -337,7 +330,7 @@ class VllmEngine:
             raise EngineError(f"{what}; nothing is generated until an update succeeds") from error
         self._failed_updates = 0
         self.version = version
-        self._loads += 1
+        self._salt = secrets.token_hex(8)
         self._initial = None
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -471,7 +464,7 @@ def set_environment(device: str, environ: MutableMapping[str, str] = os.environ)
 
 
 def check_arguments(given: Mapping[str, Any], known: Collection[str] | None) -> None:
-    """Raises ConfigError for an argument in `rollout.vllm` that freewheel sets, or that this vLLM does not have.
+    """Raise ConfigError for an argument in `rollout.vllm` that freewheel sets, or that this vLLM does not have.
     `known`: None before vLLM can be asked."""
     for key, value in given.items():
         if key in SET_BY_FREEWHEEL:
@@ -500,7 +493,7 @@ def engine_arguments(
         raise ConfigError(
             "rollout.vllm.max_model_len",
             given["max_model_len"],
-            f"the longest prompt and rollout.max_new_tokens are {max_model_len} tokens: give that or more, or leave it",
+            f"the longest prompt and a response are {max_model_len} tokens: give that or more, or leave it out",
         )
     arguments: dict[str, Any] = {
         "model": settings.model_path,
