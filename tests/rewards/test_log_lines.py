@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from freewheel.judge import JudgeError
-from freewheel.rewards import openai_manager as handle_module
+from freewheel.rewards import openai_manager
 
 from .conftest import KEY, WAIT_S, MakeManager, Mock, batch_of
 
@@ -27,7 +27,7 @@ COMPLETED = re.compile(r"Completed in \d+\.\d\ds, avg \d+\.\d\ds per response")
 
 
 @pytest.mark.parametrize("use_async_io", [True, False], ids=["async", "sync"])
-def test_a_managers_life_has_these_lines(
+def test_a_manager_logs_its_start_its_batches_and_its_end(
     mock: Mock, make_manager: MakeManager, said: Said, capsys: pytest.CaptureFixture[str], use_async_io: bool
 ) -> None:
     manager = make_manager(mock(latency_s=0.2).url, use_async_io=use_async_io)
@@ -54,6 +54,7 @@ def test_a_managers_life_has_these_lines(
 
 
 NO_KEY = "No API key: rewards are rule score and length penalty only, and no request is made. Give api_key"
+OFF = "The judge is off (enable_openai_reward=False)"
 
 
 @pytest.mark.parametrize(
@@ -62,15 +63,11 @@ NO_KEY = "No API key: rewards are rule score and length penalty only, and no req
         ({}, logging.INFO, NO_KEY),
         ({"use_async_io": True}, logging.INFO, NO_KEY),
         ({"api_endpoint": "http://127.0.0.1:1/v1"}, logging.WARNING, NO_KEY),
-        (
-            {"api_key": KEY, "enable_openai_reward": False},
-            logging.INFO,
-            "The judge is off (enable_openai_reward=False)",
-        ),
+        ({"api_key": KEY, "enable_openai_reward": False}, logging.INFO, OFF),
         ({"api_key": KEY}, logging.WARNING, "The key goes to https://qianfan.baidubce.com/"),
     ],
 )
-def test_construction_says_once_whether_there_is_a_judge_and_where_the_key_goes(
+def test_construction_logs_once_whether_there_is_a_judge_and_where_the_key_goes(
     make_manager: MakeManager, said: Said, settings: dict[str, Any], level: int, start: str
 ) -> None:
     manager = make_manager(**settings)
@@ -88,8 +85,8 @@ def test_construction_says_once_whether_there_is_a_judge_and_where_the_key_goes(
 def test_a_log_shows_the_progress_of_a_batch_every_ten_seconds(
     mock: Mock, make_manager: MakeManager, said: Said, monkeypatch: pytest.MonkeyPatch, use_async_io: bool
 ) -> None:
-    assert handle_module.LOG_EVERY_S == 10.0
-    monkeypatch.setattr(handle_module, "LOG_EVERY_S", 0.1)
+    assert openai_manager.LOG_EVERY_S == 10.0
+    monkeypatch.setattr(openai_manager, "LOG_EVERY_S", 0.1)
     judge = mock(scores={"yes": "5"}, hang_share=0.4, seed=3)
     manager = make_manager(judge.url, use_async_io=use_async_io, batch_timeout_s=1.0)
     manager(batch_of(*[f"yes {number}" for number in range(10)]))
@@ -120,13 +117,13 @@ def test_a_shutdown_that_fails_is_an_error_line_and_not_an_exception(
     assert manager(batch_of("yes")).sum() == 6.0, "the next batch has a new one"
 
 
-def test_other_failures_are_not_called_a_timeout(mock: Mock, make_manager: MakeManager, said: Said) -> None:
+def test_other_failures_are_not_reported_as_a_timeout(mock: Mock, make_manager: MakeManager, said: Said) -> None:
     make_manager(mock(unparseable_share=1.0).url, use_async_io=True)(batch_of("yes a", "yes b", "no"))
     [warning] = said(logging.WARNING)
     assert warning.startswith("2 of 3 judgements failed (unparseable 2), the first with: ")
 
 
-def test_a_terminal_has_a_bar_instead_of_lines(
+def test_a_terminal_shows_a_bar_instead_of_lines(
     mock: Mock, make_manager: MakeManager, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Terminal(io.StringIO):
@@ -135,7 +132,7 @@ def test_a_terminal_has_a_bar_instead_of_lines(
 
     terminal = Terminal()
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(handle_module, "LOG_EVERY_S", 0.05)
+    monkeypatch.setattr(openai_manager, "LOG_EVERY_S", 0.05)
     manager = make_manager(mock(latency_s=0.6).url, use_async_io=True)
     with monkeypatch.context() as patched:
         patched.setattr(sys, "stderr", terminal)
