@@ -101,7 +101,7 @@ def test_each_convention_gives_rule_scores(
 
 
 @pytest.mark.parametrize(
-    ("args", "kwargs", "said"),
+    ("args", "kwargs", "message"),
     [
         *(
             ((RIGHT, "4", SOURCE)[:count], {}, ("response", "ground_truth", "dataset_name")[count])
@@ -118,9 +118,9 @@ def test_each_convention_gives_rule_scores(
     ],
 )
 def test_a_wrong_call_is_refused_by_the_argument(
-    call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], said: str
+    call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises((ConfigError, TypeError), match=said):
+    with pytest.raises((ConfigError, TypeError), match=message):
         call(*args, **kwargs)
 
 
@@ -145,7 +145,7 @@ def test_train_with_monitor_adds_the_judges_score(
 
 
 @pytest.mark.parametrize(
-    ("environment", "said"),
+    ("environment", "message"),
     [
         ({"TRAIN_WITH_MONITOR": "perhaps"}, r"TRAIN_WITH_MONITOR = 'perhaps'.*true or false"),
         ({}, r"OPENAI_API_KEY not found.*export OPENAI_API_KEY="),
@@ -154,11 +154,11 @@ def test_train_with_monitor_adds_the_judges_score(
     ],
 )
 def test_an_incomplete_environment_is_an_error_with_the_remedy(
-    call: Any, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], said: str
+    call: Any, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], message: str
 ) -> None:
     for name, value in {"TRAIN_WITH_MONITOR": "true", **environment}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=said) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         call(**batch(RIGHT))
     assert KEY not in str(caught.value), "the key goes nowhere"
 

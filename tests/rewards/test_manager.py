@@ -260,7 +260,7 @@ def test_async_and_sync_give_the_same_rewards(mock: Mock, make_manager: MakeMana
 
 @both_ways
 def test_a_batch_that_times_out_has_failed_verdicts_and_no_zeros_and_is_logged(
-    mock: Mock, make_manager: MakeManager, said: Callable[..., list[str]], use_async_io: bool
+    mock: Mock, make_manager: MakeManager, logged: Callable[..., list[str]], use_async_io: bool
 ) -> None:
     manager = make_manager(mock(hang_share=1.0).url, use_async_io=use_async_io, batch_timeout_s=0.3)
     data = batch_of("yes a", "yes b")
@@ -269,7 +269,7 @@ def test_a_batch_that_times_out_has_failed_verdicts_and_no_zeros_and_is_logged(
     extra = result["reward_extra_info"]
     assert extra["judge_status"] == ["failed", "failed"] and extra["judge_reason"] == ["deadline", "deadline"]
     assert extra["reward_mask"] == [0, 0]
-    [warning] = said(logging.WARNING)
+    [warning] = logged(logging.WARNING)
     assert warning.startswith("OpenAI API evaluation timeout, using fallback")
 
 
@@ -430,10 +430,10 @@ def test_shutdown_leaves_a_loop_that_another_thread_runs_to_the_next_shutdown(ma
 
 @both_ways
 def test_num_examine_samples_of_each_data_source_are_logged_in_each_batch(
-    mock: Mock, make_manager: MakeManager, said: Callable[..., list[str]], use_async_io: bool
+    mock: Mock, make_manager: MakeManager, logged: Callable[..., list[str]], use_async_io: bool
 ) -> None:
     def samples() -> list[str]:
-        return [line for line in said() if "[response]" in line]
+        return [line for line in logged() if "[response]" in line]
 
     url = mock(scores={"broken": "no idea"}).url
     make_manager(url, num_examine=0, use_async_io=use_async_io)(batch_of("yes"))

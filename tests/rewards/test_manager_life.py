@@ -30,7 +30,7 @@ from freewheel.rewards import openai_manager as openai_manager_module
 
 from .conftest import KEY, WAIT_S, Characters, MakeManager, Mock, batch_of, last_values, rule
 
-Said = Callable[..., list[str]]
+Logged = Callable[..., list[str]]
 
 
 def eventually(holds: Callable[[], bool]) -> bool:
@@ -128,7 +128,7 @@ def test_workers_start_at_the_first_use_and_a_shutdown_leaves_nothing(
 
 
 def test_a_shutdown_or_cancel_ends_a_batch_as_failed_and_nobody_hangs(
-    mock: Mock, make_manager: MakeManager, said: Said
+    mock: Mock, make_manager: MakeManager, logged: Logged
 ) -> None:
     judge = mock(hang_share=1.0)
     for end in ("shutdown", "cancel"):
@@ -142,7 +142,7 @@ def test_a_shutdown_or_cancel_ends_a_batch_as_failed_and_nobody_hangs(
         assert extra["reward_mask"] == [0] and handle.done()
         if end == "shutdown":
             assert not engines()
-            assert "1 batches are not complete: their rows without a verdict have failed" in said(logging.WARNING)
+            assert "1 batches are not complete: their rows without a verdict have failed" in logged(logging.WARNING)
         assert eventually(lambda: judge.counts().in_flight == 0)
 
 
@@ -239,7 +239,7 @@ def test_a_program_that_never_shuts_down_still_ends(five: str, tmp_path: Path) -
 
 
 def test_an_engine_that_keeps_dying_is_replaced_by_the_synchronous_path_which_says_so(
-    mock: Mock, make_manager: MakeManager, said: Said, monkeypatch: pytest.MonkeyPatch
+    mock: Mock, make_manager: MakeManager, logged: Logged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transport, "RESTARTS_ALLOWED", 1)
     judge = mock(scores={"": "5"}, latency_s=0.5)
@@ -258,16 +258,16 @@ def test_an_engine_that_keeps_dying_is_replaced_by_the_synchronous_path_which_sa
     result = handle.result()
     assert last_values(result["reward_tensor"], data) == [6.0, 6.0]
     assert result["reward_extra_info"]["judge_status"] == ["scored", "scored"]
-    [warning] = said(logging.WARNING)
+    [warning] = logged(logging.WARNING)
     assert warning.startswith("Async evaluation failed for 2 of 2 responses") and "synchronous" in warning
-    assert "Using synchronous method for batch with 2 responses (set use_async_io=True for async)" in said()
+    assert "Using synchronous method for batch with 2 responses (set use_async_io=True for async)" in logged()
 
     again = batch_of("yes c")
     assert last_values(manager(again), again) == [6.0], "later batches find it broken"
-    assert "EngineDied" in said(logging.WARNING)[-1] and "synchronous path" in said(logging.WARNING)[-1]
+    assert "EngineDied" in logged(logging.WARNING)[-1] and "synchronous path" in logged(logging.WARNING)[-1]
     manager.shutdown_workers()
     assert last_values(manager(again), again) == [6.0]
-    assert len(said(logging.WARNING)) == 2, "after a shutdown there is a new engine"
+    assert len(logged(logging.WARNING)) == 2, "after a shutdown there is a new engine"
 
 
 @pytest.mark.parametrize("error", [OSError(24, "Too many open files"), RuntimeError("can't start new thread")])
@@ -275,7 +275,7 @@ def test_an_engine_that_keeps_dying_is_replaced_by_the_synchronous_path_which_sa
 def test_an_engine_that_cannot_start_is_replaced_by_the_synchronous_path(
     five: str,
     make_manager: MakeManager,
-    said: Said,
+    logged: Logged,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     moment: str,
@@ -300,12 +300,12 @@ def test_an_engine_that_cannot_start_is_replaced_by_the_synchronous_path(
         assert last_values(result["reward_tensor"], data) == [6.0]
         assert result["reward_extra_info"]["judge_status"] == ["scored"]
     assert eventually(lambda: sockets() <= before), "the engine's socket was left open"
-    warned = said(logging.WARNING)
+    warned = logged(logging.WARNING)
     assert len(warned) == 2 and all("Async evaluation failed" in line and "synchronous" in line for line in warned)
 
 
 async def test_a_dead_engine_and_broken_rows_are_replaced_inside_a_running_loop_too(
-    five: str, make_manager: MakeManager, said: Said, monkeypatch: pytest.MonkeyPatch
+    five: str, make_manager: MakeManager, logged: Logged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager = make_manager(five, use_async_io=True)
     requests = [JudgeRequest("yes a"), JudgeRequest("yes b")]
@@ -327,13 +327,13 @@ async def test_a_dead_engine_and_broken_rows_are_replaced_inside_a_running_loop_
         assert [verdict.value for verdict in verdicts] == scores
         for rewards in (manager(data), await manager.submit(data)):
             assert last_values(rewards, data) == [1.0 + score for score in scores]
-    warnings = said(logging.WARNING)
+    warnings = logged(logging.WARNING)
     assert ["it broke" in line for line in warnings] == [True] * 3 + [False] * 3
     assert ["it died" in line for line in warnings] == [False] * 3 + [True] * 3
 
 
 def test_a_batch_for_which_no_thread_is_left_is_judged_by_its_result(
-    five: str, make_manager: MakeManager, said: Said, monkeypatch: pytest.MonkeyPatch
+    five: str, make_manager: MakeManager, logged: Logged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager = make_manager(five, use_async_io=True)
 
@@ -344,7 +344,7 @@ def test_a_batch_for_which_no_thread_is_left_is_judged_by_its_result(
         patched.setattr(threading.Thread, "start", no_thread)
         handle = manager.submit(batch_of("yes"))
     assert float(handle.result().sum()) == 6.0
-    assert "can't start new thread" in said(logging.WARNING)[0]
+    assert "can't start new thread" in logged(logging.WARNING)[0]
 
 
 @pytest.mark.parametrize("use_async_io", [True, False])
@@ -377,7 +377,7 @@ def test_a_result_that_raised_raises_again_and_sends_nothing_more(
 
 @pytest.mark.parametrize("use_async_io", [True, False])
 def test_a_pickle_has_no_key_and_its_copy_judges_where_the_environment_has_one(
-    mock: Mock, make_manager: MakeManager, said: Said, monkeypatch: pytest.MonkeyPatch, use_async_io: bool
+    mock: Mock, make_manager: MakeManager, logged: Logged, monkeypatch: pytest.MonkeyPatch, use_async_io: bool
 ) -> None:
     judge = mock(scores={"": "5"})
     manager = make_manager(judge.url, use_async_io=use_async_io, num_examine=3)
@@ -387,7 +387,7 @@ def test_a_pickle_has_no_key_and_its_copy_judges_where_the_environment_has_one(
     assert KEY.encode() not in data
     copied = pickle.loads(data)
     assert copied.async_openai_manager is None and last_values(copied(batch), batch) == [1.0]
-    [warning] = said(logging.WARNING)
+    [warning] = logged(logging.WARNING)
     assert "API key" in warning and "OPENAI_API_KEY" in warning
     assert judge.counts().received == 1
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
