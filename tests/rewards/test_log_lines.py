@@ -93,7 +93,7 @@ def test_a_log_shows_the_progress_of_a_batch_every_ten_seconds(
     lines = [line for line in logged(logging.INFO) if line.startswith("Waiting")]
     assert lines and all(re.fullmatch(r"Waiting for OpenAI results\.\.\. \d+\.\d% complete", line) for line in lines)
     shares = [float(line.split()[4].rstrip("%")) for line in lines]
-    assert shares == sorted(shares) and 0 < shares[-1] < 100
+    assert shares == sorted(shares) and any(0 < share < 100 for share in shares)
 
 
 @pytest.mark.parametrize("error", [JudgeError("it is stuck"), OSError("it is stuck")], ids=["judge", "system"])
