@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from freewheel.judge import ConfigError, Failed, JudgeRequest, Scored, Skipped, Verdict
 from freewheel.rewards import LengthPenaltyConfig, RewardFailed, soft_overlong
-from freewheel.rewards.length import group_index, median_penalty
-from freewheel.rewards.scoring import Rewards, Sample, as_scored, combine, judge_requests
+from freewheel.rewards.scoring import Rewards, Sample, as_scored, combine, group_index, judge_requests, median_penalty
 
 NUMBERS = st.floats(-100, 100)
 VERDICTS = st.one_of(
@@ -135,11 +134,11 @@ def test_a_group_that_failed_as_a_whole_keeps_its_rule_scores_and_rule_only_subt
 
 
 def test_the_penalty_is_exact_at_the_edges_of_its_slope_and_zero_for_a_median_of_zero() -> None:
-    usual = LengthPenaltyConfig().penalty
-    penalty, median = median_penalty([100, 70, 130, 60, 140, 50, 150, 49, 151, 0, 9999], np.zeros(11, int), **usual)
+    usual = LengthPenaltyConfig()
+    penalty, median = median_penalty([100, 70, 130, 60, 140, 50, 150, 49, 151, 0, 9999], np.zeros(11, int), usual)
     assert median.tolist() == [100.0] * 11
     assert penalty.tolist() == pytest.approx([0, 0, 0, 0.5, 0.5, 1, 1, 1, 1, 1, 1]) and penalty[:3].tolist() == [0] * 3
-    assert median_penalty([0, 0, 900], np.zeros(3, int), **usual)[0].tolist() == [0.0, 0.0, 0.0]
+    assert median_penalty([0, 0, 900], np.zeros(3, int), usual)[0].tolist() == [0.0, 0.0, 0.0]
 
 
 @given(st.lists(st.one_of(st.text(max_size=2), st.integers(0, 5), st.none(), st.tuples(st.integers(0, 1)))))
