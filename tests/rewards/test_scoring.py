@@ -139,6 +139,8 @@ def test_the_penalty_is_exact_at_the_edges_of_its_slope_and_zero_for_a_median_of
     assert median.tolist() == [100.0] * 11
     assert penalty.tolist() == pytest.approx([0, 0, 0, 0.5, 0.5, 1, 1, 1, 1, 1, 1]) and penalty[:3].tolist() == [0] * 3
     assert median_penalty([0, 0, 900], np.zeros(3, int), usual)[0].tolist() == [0.0, 0.0, 0.0]
+    off = LengthPenaltyConfig(enable=False)
+    assert median_penalty([100, 100, 900], np.zeros(3, int), off)[0].tolist() == [0.0, 0.0, 0.0]
 
 
 @given(st.lists(st.one_of(st.text(max_size=2), st.integers(0, 5), st.none(), st.tuples(st.integers(0, 1)))))
