@@ -29,7 +29,7 @@ from common import (
     write_json,
 )
 from freewheel.rewards.config import LengthPenaltyConfig
-from freewheel.rewards.length import group_index, median_penalty
+from freewheel.rewards.scoring import group_index, median_penalty
 
 SCENES = ((1_024, 8), (8_192, 16), (65_536, 8))
 """Samples and their group size: the batch of the judge's benchmarks, a large step, and the promise."""
@@ -44,14 +44,7 @@ CONFIG = LengthPenaltyConfig()
 
 
 def penalty(lengths: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    return median_penalty(
-        lengths,
-        groups,
-        penalty_scale=CONFIG.penalty_scale,
-        max_penalty=CONFIG.max_penalty,
-        peak_ratio=CONFIG.peak_ratio,
-        outer_ratio=CONFIG.outer_ratio,
-    )[0]
+    return median_penalty(lengths, groups, CONFIG)[0]
 
 
 def loop(lengths: np.ndarray, groups: np.ndarray) -> np.ndarray:

@@ -15,8 +15,7 @@ SETTLE_S = 5.0
 
 
 class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
+    now = 1000.0
 
     def __call__(self) -> float:
         return self.now
@@ -51,80 +50,55 @@ PAIR = [("u", 1, [2]), ("u", 2, [2])]
 WHOLE_PAIR = Closed("u", (1, 2), 2, 2, whole=True)
 
 
-@pytest.mark.parametrize(
-    ("steps", "closed"),
-    [
-        pytest.param(
-            [("u", row, [3]) for row in (1, 2, 3)],
-            [Closed("u", (1, 2, 3), 3, 3, whole=True)],
-            id="the last row closes it",
-        ),
-        pytest.param([("u", 1, [1])], [Closed("u", (1,), 1, 1, whole=True)], id="a group of one does not wait"),
-        pytest.param(
-            [("u", 1, [2]), ("v", 2, [2]), ("v", 3, [2])],
-            [Closed("v", (2, 3), 2, 2, whole=True)],
-            id="groups do not mix",
-        ),
-        pytest.param([("u", 1, [3]), DEADLINE_S - 1], [], id="it waits until the deadline"),
-        pytest.param(
-            [("u", 1, [3]), DEADLINE_S - 1, 1.0],
-            [Closed("u", (1,), 1, 3, whole=False)],
-            id="it is given up at the deadline",
-        ),
-        pytest.param(
-            [("u", 1, [3]), DEADLINE_S - 1, ("u", 2, [3]), DEADLINE_S - 1],
-            [],
-            id="the deadline counts from the last row",
-        ),
-        pytest.param(
-            [("validation", 1, [8, 1]), ("training", 2, [8, 1]), ("training", 3, [8, 1]), SETTLE_S],
-            [Closed("validation", (1,), 1, 1, whole=True)],
-            id="a group that may be whole waits only for quiet",
-        ),
-        pytest.param(
-            [*PAIR, ("u", 3, [2])],
-            [WHOLE_PAIR, Closed("u", (1, 2, 3), 1, 2, whole=True, late=True)],
-            id="an extra row is measured by the answered group",
-        ),
-        pytest.param(
-            [("u", 1, [2]), DEADLINE_S, ("u", 2, [2])],
-            [Closed("u", (1,), 1, 2, whole=False), Closed("u", (1, 2), 1, 2, whole=False, late=True)],
-            id="a row after its group was given up has no median",
-        ),
-        pytest.param(
-            [("u", 1, [8, 1]), SETTLE_S, ("u", 2, [8, 1])],
-            [Closed("u", (1,), 1, 1, whole=True), Closed("u", (1, 2), 1, 8, whole=False, late=True)],
-            id="one more row shows that a group only seemed whole",
-        ),
-        pytest.param(
-            [*PAIR, DEADLINE_S, ("u", 3, [2]), ("u", 4, [2])],
-            [WHOLE_PAIR, Closed("u", (3, 4), 2, 2, whole=True)],
-            id="the uid of a forgotten group is used again",
-        ),
-        pytest.param(
-            [*PAIR, LATE_S, ("u", 3, [2]), ("u", 4, [2]), ("u", 5, [2])],
-            [WHOLE_PAIR, Closed("u", (3, 4), 2, 2, whole=True), Closed("u", (3, 4, 5), 1, 2, whole=True, late=True)],
-            id="a uid used again is not measured by the old group",
-        ),
-        pytest.param(
-            [*PAIR, LATE_S, ("u", 3, [2]), SETTLE_S],
-            [WHOLE_PAIR, Closed("u", (3,), 1, 2, whole=False, late=True)],
-            id="a copy that only seems a new group waits briefly",
-        ),
-        pytest.param(
-            [("u", 1, [1]), ("u", 2, [1])],
-            [Closed("u", (1,), 1, 1, whole=True), Closed("u", (2,), 1, 1, whole=True)],
-            id="a group of one does not measure the next",
-        ),
-    ],
-)
-def test_a_group_closes_when_it_is_complete_or_its_time_is_over(
-    steps: list[Join | float], closed: list[Closed[int]]
-) -> None:
+CASES: dict[str, tuple[list[Join | float], list[Closed[int]]]] = {
+    "the last row closes it": ([("u", row, [3]) for row in (1, 2, 3)], [Closed("u", (1, 2, 3), 3, 3, whole=True)]),
+    "a group of one does not wait": ([("u", 1, [1])], [Closed("u", (1,), 1, 1, whole=True)]),
+    "groups do not mix": ([("u", 1, [2]), ("v", 2, [2]), ("v", 3, [2])], [Closed("v", (2, 3), 2, 2, whole=True)]),
+    "it waits until the deadline": ([("u", 1, [3]), DEADLINE_S - 1], []),
+    "it is given up at the deadline": ([("u", 1, [3]), DEADLINE_S - 1, 1.0], [Closed("u", (1,), 1, 3, whole=False)]),
+    "the deadline counts from the last row": ([("u", 1, [3]), DEADLINE_S - 1, ("u", 2, [3]), DEADLINE_S - 1], []),
+    "a group that may be whole waits only for quiet": (
+        [("validation", 1, [8, 1]), ("training", 2, [8, 1]), ("training", 3, [8, 1]), SETTLE_S],
+        [Closed("validation", (1,), 1, 1, whole=True)],
+    ),
+    "an extra row is measured by the answered group": (
+        [*PAIR, ("u", 3, [2])],
+        [WHOLE_PAIR, Closed("u", (1, 2, 3), 1, 2, whole=True, late=True)],
+    ),
+    "a row after its group was given up has no median": (
+        [("u", 1, [2]), DEADLINE_S, ("u", 2, [2])],
+        [Closed("u", (1,), 1, 2, whole=False), Closed("u", (1, 2), 1, 2, whole=False, late=True)],
+    ),
+    "one more row shows that a group only seemed whole": (
+        [("u", 1, [8, 1]), SETTLE_S, ("u", 2, [8, 1])],
+        [Closed("u", (1,), 1, 1, whole=True), Closed("u", (1, 2), 1, 8, whole=False, late=True)],
+    ),
+    "the uid of a forgotten group is used again": (
+        [*PAIR, DEADLINE_S, ("u", 3, [2]), ("u", 4, [2])],
+        [WHOLE_PAIR, Closed("u", (3, 4), 2, 2, whole=True)],
+    ),
+    "a uid used again is not measured by the old group": (
+        [*PAIR, LATE_S, ("u", 3, [2]), ("u", 4, [2]), ("u", 5, [2])],
+        [WHOLE_PAIR, Closed("u", (3, 4), 2, 2, whole=True), Closed("u", (3, 4, 5), 1, 2, whole=True, late=True)],
+    ),
+    "a copy that only seems a new group waits briefly": (
+        [*PAIR, LATE_S, ("u", 3, [2]), SETTLE_S],
+        [WHOLE_PAIR, Closed("u", (3,), 1, 2, whole=False, late=True)],
+    ),
+    "a group of one does not measure the next": (
+        [("u", 1, [1]), ("u", 2, [1])],
+        [Closed("u", (1,), 1, 1, whole=True), Closed("u", (2,), 1, 1, whole=True)],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_group_closes_when_it_is_complete_or_its_time_is_over(case: str) -> None:
+    steps, closed = CASES[case]
     assert events(*steps) == closed
 
 
-def test_the_past_of_a_uid_that_is_used_again_counts_from_its_last_group() -> None:
+def test_a_past_group_is_forgotten_by_the_time_of_the_uids_last_group() -> None:
     again = [step for name in ("u", "v", "u") for step in ((name, 1, [2]), (name, 2, [2]), DEADLINE_S / 2)]
     closed = events(*again, ("v", 3, [2]), ("u", 3, [2]), SETTLE_S)  # v is forgotten, and u is not
     assert [group.key for group in closed[3:]] == ["u"]
@@ -140,7 +114,7 @@ Steps = st.lists(
 
 
 @given(Steps)
-def test_whatever_comes_when_each_row_is_answered_exactly_once_and_in_time(steps: list[tuple[object, ...]]) -> None:
+def test_each_row_is_answered_exactly_once_and_in_time(steps: list[tuple[object, ...]]) -> None:
     collector, clock = make_collector()
     sizes_of: dict[int, set[int]] = {}
     came: dict[int, float] = {}
@@ -168,7 +142,7 @@ def test_whatever_comes_when_each_row_is_answered_exactly_once_and_in_time(steps
             if closed is not None:
                 take(closed)
         else:
-            # As its caller does: `due` is asked whenever something is.
+            # Call `due` whenever something is due, as GroupScorer does.
             until = clock.now + value
             while collector.next_due_at() <= until:
                 clock.now = max(clock.now, collector.next_due_at())
@@ -188,7 +162,7 @@ def test_whatever_comes_when_each_row_is_answered_exactly_once_and_in_time(steps
     extra=st.integers(0, 8),
     pauses=st.lists(st.floats(0, 0.9 * SETTLE_S), min_size=8, max_size=8),
 )
-def test_a_second_validation_is_answered_as_the_first_was_whatever_copies_filled_it_up(
+def test_a_second_validation_is_a_group_of_its_own_even_if_copies_filled_up_the_first(
     gap_s: float, size: int, extra: int, pauses: list[float]
 ) -> None:
     collector, clock = make_collector()

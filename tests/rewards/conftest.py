@@ -26,7 +26,7 @@ MakeManager = Callable[..., LengthPenaltyRewardManager]
 
 
 class Characters:
-    """A tokenizer with one token a character; 0 is padding."""
+    """A tokenizer with one token per character; 0 is padding."""
 
     def decode(self, tokens: Any, skip_special_tokens: bool = False) -> str:
         return "".join(chr(token) for token in tokens.tolist() if token or not skip_special_tokens)
@@ -34,7 +34,7 @@ class Characters:
 
 @dataclass
 class Row:
-    """One response of a batch; its rule score is 1 where the ground truth occurs in it."""
+    """One response of a batch. Its rule score is 1 if the ground truth occurs in it."""
 
     response: str
     uid: str = "g"
@@ -45,7 +45,7 @@ class Row:
 
 @dataclass
 class Proto:
-    """A `DataProto` by its shape alone, as verl's is for us: nothing of `freewheel.data` is in it."""
+    """A batch with the fields of verl's `DataProto`, without anything of `freewheel.data`."""
 
     batch: Any
     non_tensor_batch: dict[str, Any]
@@ -105,7 +105,7 @@ def batch_of(*rows: Row | str, width: int = RESPONSE_TOKENS, **more: Any) -> Pro
 
 
 def last_values(tensor: torch.Tensor, data: Proto) -> list[float]:
-    """What lies on each response's last token; the rest must be 0."""
+    """Return the value on each response's last token. All others must be 0."""
     assert tensor.dtype == torch.float32 and tensor.shape == data.batch["responses"].shape
     assert not tensor.isnan().any()
     lengths = data.batch["response_mask"].sum(dim=1)
@@ -113,21 +113,12 @@ def last_values(tensor: torch.Tensor, data: Proto) -> list[float]:
     values = tensor[torch.arange(len(tensor)), last]
     rest = tensor.clone()
     rest[torch.arange(len(tensor)), last] = 0
-    assert not rest.any(), "a reward lies elsewhere than on the last valid token"
+    assert not rest.any(), "a reward is not on the last valid token"
     return values.tolist()
 
 
-def lines(caplog: pytest.LogCaptureFixture, level: int | None = None) -> list[str]:
-    """What logger `freewheel.rewards` said."""
-    return [
-        record.getMessage()
-        for record in caplog.records
-        if record.name == "freewheel.rewards" and record.levelno in ([level] if level else range(logging.INFO, 100))
-    ]
-
-
 def run_threads(*targets: Callable[[], Any]) -> None:
-    """Run all at once, each in a thread, and wait for their end."""
+    """Run all at the same time, each in a thread, and wait until they end."""
     threads = [threading.Thread(target=target) for target in targets]
     for thread in threads:
         thread.start()
@@ -181,9 +172,15 @@ def _no_log_line_has_the_key(caplog: pytest.LogCaptureFixture) -> Iterator[None]
 
 
 @pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
-    """`said()`: what logger `freewheel.rewards` said so far, from INFO on; `said(logging.WARNING)`: at that level."""
-    return lambda level=None: lines(caplog, level)
+def logged(caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
+    """`logged()`: the lines of logger `freewheel.rewards` from INFO on; `logged(logging.WARNING)`: of that level."""
+
+    def logged(level: int | None = None) -> list[str]:
+        levels = [level] if level else range(logging.INFO, 100)
+        records = [one for one in caplog.records if one.name == "freewheel.rewards" and one.levelno in levels]
+        return [record.getMessage() for record in records]
+
+    return logged
 
 
 @pytest.fixture

@@ -102,7 +102,7 @@ def test_optional_columns_may_be_missing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         *(({key: None}, key) for key in ("prompts", "responses", "attention_mask", "data_source", "reward_model")),
         *(
@@ -120,8 +120,8 @@ def test_optional_columns_may_be_missing() -> None:
         ),
     ],
 )
-def test_a_batch_that_cannot_be_scored_is_refused_at_once_by_its_column(change: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_a_batch_that_cannot_be_scored_is_refused_at_once_by_its_column(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         Rollouts(batch_of("yes", "no", **change), "data_source")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,9 @@ from freewheel.judge import ConfigError, EngineDied, Secret
 from freewheel.judge.testing import RunningJudge
 from freewheel.judge.verdict import Scored
 from freewheel.rewards import RewardFailed, compute_score, compute_score_async, register_rule, rules, shutdown_judges
-from freewheel.rewards.compute_score import _START, _judge_for
+from freewheel.rewards.compute_score import _judge_for
 
-from .conftest import KEY, Mock
+from .conftest import KEY, Mock, run_threads
 
 SOURCE = "openai/gsm8k"
 RIGHT, WRONG = "good: #### 4", "bad: #### 5"
@@ -28,16 +29,12 @@ Monitored = Callable[..., RunningJudge]
 
 @pytest.fixture
 def monitored(mock: Mock, monkeypatch: pytest.MonkeyPatch, judges_ended: None) -> Monitored:
-    """`monitored(scores=…)`: a judge, and the environment in which `compute_score` asks it."""
+    """`monitored(scores=…)`: starts a judge, and sets the environment in which `compute_score` uses it."""
 
     def start(**profile: Any) -> RunningJudge:
         judge = mock(**profile)
-        for name, value in (
-            ("TRAIN_WITH_MONITOR", "true"),
-            ("OPENAI_API_KEY", KEY),
-            ("OPENAI_BASE_URL", judge.base_url),
-            ("OPENAI_MODEL", "m"),
-        ):
+        named = {"OPENAI_API_KEY": KEY, "OPENAI_BASE_URL": judge.base_url, "OPENAI_MODEL": "m"}
+        for name, value in {"TRAIN_WITH_MONITOR": "true", **named}.items():
             monkeypatch.setenv(name, value)
         return judge
 
@@ -46,7 +43,7 @@ def monitored(mock: Mock, monkeypatch: pytest.MonkeyPatch, judges_ended: None) -
 
 @pytest.fixture(params=["sync", "async"])
 def call(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
-    """`compute_score`, and `compute_score_async` on a loop: what holds for one holds for the other."""
+    """`compute_score`, and `compute_score_async` on a loop: both behave alike."""
 
     def awaited(*args: Any, **kwargs: Any) -> Any:
         return asyncio.run(compute_score_async(*args, **kwargs))  # type: ignore[arg-type]
@@ -104,7 +101,7 @@ def test_each_convention_gives_rule_scores(
 
 
 @pytest.mark.parametrize(
-    ("args", "kwargs", "said"),
+    ("args", "kwargs", "message"),
     [
         *(
             ((RIGHT, "4", SOURCE)[:count], {}, ("response", "ground_truth", "dataset_name")[count])
@@ -121,9 +118,9 @@ def test_each_convention_gives_rule_scores(
     ],
 )
 def test_a_wrong_call_is_refused_by_the_argument(
-    call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], said: str
+    call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises((ConfigError, TypeError), match=said):
+    with pytest.raises((ConfigError, TypeError), match=message):
         call(*args, **kwargs)
 
 
@@ -133,11 +130,11 @@ def test_a_wrong_call_is_refused_by_the_argument(
 @pytest.mark.parametrize(
     ("text", "score"),
     [
-        *((text, 1.0) for text in ("false", "0", "off", "no", "  ", "FALSE")),
+        *((text, 1.0) for text in ("false", "0", "  ", "OFF")),
         *((text, 8.0) for text in ("True", " yes ")),
     ],
 )
-def test_the_switch_adds_the_judges_score(
+def test_train_with_monitor_adds_the_judges_score(
     call: Any, monitored: Monitored, monkeypatch: pytest.MonkeyPatch, text: str, score: float
 ) -> None:
     judge = monitored(scores={"good": "7"}, api_key=KEY, model="m")
@@ -148,7 +145,7 @@ def test_the_switch_adds_the_judges_score(
 
 
 @pytest.mark.parametrize(
-    ("environment", "said"),
+    ("environment", "message"),
     [
         ({"TRAIN_WITH_MONITOR": "perhaps"}, r"TRAIN_WITH_MONITOR = 'perhaps'.*true or false"),
         ({}, r"OPENAI_API_KEY not found.*export OPENAI_API_KEY="),
@@ -156,12 +153,12 @@ def test_the_switch_adds_the_judges_score(
         ({"OPENAI_API_KEY": KEY}, r"api_endpoint.*OPENAI_BASE_URL"),
     ],
 )
-def test_an_environment_that_lacks_something_is_an_error_with_the_remedy(
-    call: Any, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], said: str
+def test_an_incomplete_environment_is_an_error_with_the_remedy(
+    call: Any, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], message: str
 ) -> None:
     for name, value in {"TRAIN_WITH_MONITOR": "true", **environment}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=said) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         call(**batch(RIGHT))
     assert KEY not in str(caught.value), "the key goes nowhere"
 
@@ -169,11 +166,9 @@ def test_an_environment_that_lacks_something_is_an_error_with_the_remedy(
 # -- with a judge -----------------------------------------------------------------------------------------------------
 
 
-def test_settings_of_the_call_come_before_the_environments(call: Any, monitored: Monitored, mock: Mock) -> None:
-    unused, judge = (
-        monitored(),
-        mock(scores={"good": "7", "bad": "2"}, model="other", api_key="sk-call", keep_requests=5),
-    )
+def test_settings_of_the_call_override_the_environment(call: Any, monitored: Monitored, mock: Mock) -> None:
+    unused = monitored()
+    judge = mock(scores={"good": "7", "bad": "2"}, model="other", api_key="sk-call", keep_requests=5)
     settings = {**THREAD, "reward_coefficient": 0.1, "judge_gate": "off", "system_prompt": "Be strict."}
     settings |= {"api_endpoint": judge.url, "model_name": "other", "api_key": "sk-call"}
     rows = call(**batch(RIGHT, WRONG), **settings)
@@ -193,7 +188,7 @@ def test_settings_of_the_call_come_before_the_environments(call: Any, monitored:
         ([{"uid": "a"}, {"uid": "b"}], 1.0),
     ],
 )
-def test_rows_of_one_uid_question_or_truth_are_a_group(
+def test_rows_with_equal_uid_question_or_truth_are_a_group(
     call: Any, monitored: Monitored, infos: list[Any], second: float
 ) -> None:
     monitored(scores={"good": "7", "broken": "no idea"})
@@ -201,7 +196,7 @@ def test_rows_of_one_uid_question_or_truth_are_a_group(
     assert [row["score"] for row in rows] == [8.0, second]
 
 
-def test_verls_conventions_get_dicts_with_equal_keys_and_plain_values_and_a_failed_row_its_groups_mean(
+def test_verls_conventions_return_dicts_with_equal_keys_and_a_failed_row_its_groups_mean(
     call: Any, monitored: Monitored
 ) -> None:
     monitored(scores={"good": "7", "broken": "no idea"})
@@ -237,7 +232,7 @@ def test_two_keys_that_print_alike_are_two_keys(call: Any, monitored: Monitored)
     assert call(RIGHT, "4", SOURCE, {}, **right) == 8.0
 
 
-def test_a_repeated_response_is_sent_once_and_with_the_cache_off_once_a_batch(
+def test_a_repeated_response_is_sent_once_and_with_the_cache_off_once_per_batch(
     call: Any, monitored: Monitored, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     judge = monitored()
@@ -250,27 +245,13 @@ def test_a_repeated_response_is_sent_once_and_with_the_cache_off_once_a_batch(
     assert judge.counts().received == 3
 
 
-def test_concurrency_starts_from_sixty_and_adapts(monitored: Monitored) -> None:
-    monitored()
-    judge, config = _judge_for(THREAD)
-    assert _START == judge.config.concurrency_start == 60
-    assert judge.config.concurrency == config.max_concurrent_requests == "auto"
-
-
 def test_the_judge_of_a_process_is_shared_by_calls_and_ended_by_shutdown_judges(monitored: Monitored) -> None:
     judge = monitored(latency_s=0.05)
 
     def engines() -> list[threading.Thread]:
         return [one for one in threading.enumerate() if one.name == "freewheel-judge"]
 
-    workers = [
-        threading.Thread(target=compute_score, kwargs={**single(f"good {number}: #### 4"), **THREAD})
-        for number in range(6)
-    ]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(30)
+    run_threads(*(partial(compute_score, **single(f"good {number}: #### 4"), **THREAD) for number in range(6)))
     assert judge.counts().answered == 6 and len(engines()) == 1
     shutdown_judges()
     shutdown_judges()
@@ -303,12 +284,16 @@ async def test_the_async_form_does_not_block_its_loop_and_the_plain_form_works_o
     assert compute_score(**single(RIGHT), **THREAD)["score"] == 8.0
 
 
-def test_the_engine_is_a_process_of_its_own_by_default(monitored: Monitored) -> None:
+def test_by_default_the_engine_is_a_process_and_its_concurrency_starts_from_sixty_and_adapts(
+    monitored: Monitored,
+) -> None:
     monitored(scores={"good": "7"}, api_key=KEY)
-    assert compute_score(RIGHT, "4", SOURCE, {}) == 8.0
-    assert compute_score(RIGHT, "4", SOURCE, {}) == 8.0
-    judge, _ = _judge_for({})
+    for _ in range(2):
+        assert compute_score(RIGHT, "4", SOURCE, {}) == 8.0
+    judge, config = _judge_for({})
     assert getattr(judge._link, "child_pid", None)
+    assert judge.config.concurrency_start == 60
+    assert judge.config.concurrency == config.max_concurrent_requests == "auto"
 
 
 def test_a_judge_that_died_for_good_is_replaced_at_the_next_call(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import pickle
 import warnings
 from collections.abc import Callable
@@ -48,21 +49,6 @@ def test_it_is_a_dataclass_with_the_promised_keys_and_defaults() -> None:
     config = LengthPenaltyConfig()
     assert dataclasses.is_dataclass(config)
     assert {key: getattr(config, key) for key in DEFAULTS} == DEFAULTS
-
-
-@pytest.mark.parametrize(
-    ("settings", "judges"),
-    [
-        ({}, False),
-        ({"api_key": KEY}, True),
-        ({"api_key": KEY, "enable_openai_reward": False}, False),
-        ({"enable_openai_reward": True}, False),
-        ({"api_key": ""}, False),
-        ({"api_key": "   "}, False),
-    ],
-)
-def test_the_judge_is_on_if_a_key_is_given(settings: dict[str, Any], judges: bool) -> None:
-    assert LengthPenaltyConfig(**settings).judges is judges
 
 
 def test_the_rubric_asks_for_one_integer_from_1_to_10_and_a_system_prompt_replaces_only_its_words() -> None:
@@ -142,101 +128,79 @@ def test_a_config_is_copied_and_checked_again_when_it_is_given() -> None:
         as_config(given)
 
 
-@pytest.mark.parametrize("given", [[1, 2], 7, "- a\n- b", "just words"])
-def test_a_value_that_is_no_mapping_is_refused_with_the_forms_that_are_taken(given: Any) -> None:
-    with pytest.raises(ConfigError, match=r"length_penalty_config = .<.*OmegaConf node, YAML"):
-        as_config(given)
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nowhere\.yaml.*No such file"):
-        as_config(tmp_path / "nowhere.yaml")
-
-
-@pytest.mark.parametrize("text", [f'api_key: "{KEY}', f"api_key: {KEY}: [x", f"a: b\n  api_key: {KEY}", f"\t{KEY}: ["])
-def test_yaml_that_cannot_be_read_names_the_line_and_does_not_show_it(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "bad.yaml"
-    path.write_text(text)
-    for given in (text, path):
-        with pytest.raises(ConfigError, match=r"cannot be read as YAML: .* in line \d") as caught:
-            as_config(given)
-        assert KEY not in str(caught.value) and "very-secret" not in str(caught.value)
-        assert caught.value.__cause__ is None and caught.value.__suppress_context__
-
-
 # -- refused values ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", [dict, OmegaConf.create])
-def test_an_unknown_key_is_named_with_its_value_and_the_known_keys(form: Any) -> None:
-    with pytest.raises(ConfigError, match=r"use_async = True: unknown key; known are .*use_async_io"):
-        as_config(form({"use_async": True}))
-
-
-@pytest.mark.parametrize(("peak", "outer"), [(0.5, 0.5), (0.3, 0.2), (0.0, 0.0)])
-def test_outer_ratio_must_be_more_than_peak_ratio_at_construction(peak: float, outer: float) -> None:
-    given = {"peak_ratio": peak, "outer_ratio": outer}
-    for make in (lambda: LengthPenaltyConfig(**given), lambda: LengthPenaltyRewardManager(None, 0, None, "x", given)):
-        with pytest.raises(ValueError, match=rf"^outer_ratio = {outer}.*peak_ratio"):
-            make()
+NO_MAPPING = r"length_penalty_config = .<.*OmegaConf node, YAML"
+NO_YAML = r"cannot be read as YAML: .* in line \d"
+UNKNOWN = r"use_async = True: unknown key; known are .*use_async_io"
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("given", "message"),
     [
-        ("enable", "yes"),
-        ("enable", 1),
-        ("enable", None),
-        ("use_async_io", "true"),
-        ("enable_openai_reward", "no"),
-        ("penalty_scale", -1.0),
-        ("max_penalty", float("nan")),
-        ("peak_ratio", "0.3"),
-        ("outer_ratio", float("inf")),
-        ("reward_coefficient", float("nan")),
-        ("reward_coefficient", True),
-        ("batch_timeout_s", 0),
-        ("batch_timeout_s", None),
-        ("judge_gate", "sometimes"),
-        ("judge_gate", 1),
-        ("judge_gate", None),
-        ("judge_gate", ["on"]),
-        ("on_failure", "ignore"),
-        ("on_failure", "fallback"),
-        ("on_failure", "fallback: much"),
-        ("on_failure", {"fallback": float("nan")}),
-        ("on_failure", {"fallback": True}),
-        ("on_failure", None),
-        ("on_failure", 0.0),
-        ("judge", "thread"),
-        *(("max_concurrent_requests", value) for value in (0, -1, 1.5, True, "many", "fixed:0")),
-        *(("api_endpoint", url) for url in ("qianfan", "ftp://x/v1", "http://user:pass@host/v1", "", 7)),
-        *(("api_key", key) for key in (7, ["sk-x"], {"value": "sk-x"}, b"sk-x", "<key from the api_key argument>")),
-        *(("api_key", key) for key in ("sk-x\nmore", "sk-xключ", "sk-x\x00")),
-    ],
-)
-def test_an_impossible_value_is_refused_by_its_key_and_no_api_key_is_shown(key: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"^{key} = ") as caught:
-        as_config({key: value})
-    assert caught.value.key == key and "sk-x" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
+        *((given, NO_MAPPING) for given in ([1, 2], 7, "- a\n- b", "just words")),
+        (Path("nowhere.yaml"), r"nowhere\.yaml.*No such file"),
+        *((text, NO_YAML) for text in (f'api_key: "{KEY}', f"api_key: {KEY}: [x", f"\t{KEY}: [")),
+        (f"a: b\n  api_key: {KEY}", NO_YAML),
+        *((form({"use_async": True}), UNKNOWN) for form in (dict, OmegaConf.create)),
         *(({"judge": {key: KEY}}, rf"judge\.{key}.*give it as") for key in ("endpoint", "model", "api_key")),
         *(({"judge": {key: 1}}, rf"judge\.{key}.*give it as") for key in ("concurrency", "batch_deadline_s")),
         ({"system_prompt": "Rate.", "judge": {"rubric": "integer"}}, "system_prompt.*not both"),
         ({"judge": {"rubrik": "x"}}, r"^judge\.rubrik = 'x': unknown key"),
-        ({"apikey": KEY}, "unknown key"),
-        ({"api_keys": KEY}, "unknown key"),
-        ({"judge": {"api_kee_key": KEY}}, "unknown key"),
+        *((given, "unknown key") for given in ({"apikey": KEY}, {"api_keys": KEY}, {"judge": {"api_kee_key": KEY}})),
     ],
 )
-def test_a_setting_under_a_wrong_name_is_refused_without_showing_a_key(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said) as caught:
-        as_config(given)
-    assert KEY not in str(caught.value)
+def test_what_cannot_be_read_or_has_a_wrong_name_is_refused_without_showing_a_key(
+    tmp_path: Path, given: Any, message: str
+) -> None:
+    forms = [given]
+    if isinstance(given, str):
+        forms.append(tmp_path / "bad.yaml")
+        forms[1].write_text(given)
+    for form in forms:
+        with pytest.raises(ConfigError, match=message) as caught:
+            as_config(form)
+        assert KEY not in str(caught.value) and "very-secret" not in str(caught.value)
+        assert caught.value.__context__ is None or caught.value.__suppress_context__, "it may quote the text"
+
+
+def test_outer_ratio_must_be_more_than_peak_ratio_at_construction() -> None:
+    for peak, outer in ((0.5, 0.5), (0.3, 0.2), (0.0, 0.0)):
+        given = {"peak_ratio": peak, "outer_ratio": outer}
+        with pytest.raises(ValueError, match=rf"^outer_ratio = {outer}.*peak_ratio"):
+            LengthPenaltyConfig(**given)
+        with pytest.raises(ValueError, match=rf"^outer_ratio = {outer}.*peak_ratio"):
+            LengthPenaltyRewardManager(None, 0, None, "x", given)
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("enable", ["yes", 1, None]),
+        ("use_async_io", ["true"]),
+        ("enable_openai_reward", ["no"]),
+        ("penalty_scale", [-1.0]),
+        ("max_penalty", [math.nan]),
+        ("peak_ratio", ["0.3"]),
+        ("outer_ratio", [math.inf]),
+        ("reward_coefficient", [math.nan, True]),
+        ("batch_timeout_s", [0, None]),
+        ("judge_gate", ["sometimes", 1, None, ["on"]]),
+        ("on_failure", ["ignore", "fallback", "fallback: much", None, 0.0]),
+        ("on_failure", [{"fallback": math.nan}, {"fallback": True}]),
+        ("judge", ["thread"]),
+        ("max_concurrent_requests", [0, -1, 1.5, True, "many", "fixed:0"]),
+        ("api_endpoint", ["qianfan", "ftp://x/v1", "http://user:pass@host/v1", "", 7]),
+        ("api_key", [7, ["sk-x"], {"value": "sk-x"}, b"sk-x", "<key from the api_key argument>"]),
+        ("api_key", ["sk-x\nmore", "sk-xключ", "sk-x\x00"]),
+    ],
+)
+def test_an_impossible_value_is_refused_by_its_key_and_no_api_key_is_shown(key: str, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises(ConfigError, match=f"^{key} = ") as caught:
+            as_config({key: value})
+        assert caught.value.key == key and "sk-x" not in str(caught.value)
 
 
 def test_values_that_have_several_forms() -> None:
@@ -264,14 +228,25 @@ def test_num_async_workers_is_accepted_with_one_warning_that_names_its_replaceme
 # -- the key ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_key_of_the_environment_is_read_only_if_the_endpoint_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("settings", "key", "judges"),
+    [
+        ({}, None, False),
+        ({"use_async_io": True, "enable_openai_reward": True}, None, False),
+        ({"api_key": " "}, None, False),
+        ({"api_key": "sk-given"}, "sk-given", True),
+        ({"api_key": "sk-given", "api_endpoint": OURS}, "sk-given", True),
+        ({"api_key": "sk-given", "enable_openai_reward": False}, "sk-given", False),
+        ({"api_endpoint": OURS}, KEY, True),
+        ({"api_endpoint": QIANFAN}, KEY, True),  # the default endpoint too, if its owner names it
+    ],
+)
+def test_the_judge_is_on_with_a_key_and_the_environments_key_is_for_a_named_endpoint(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], key: str | None, judges: bool
+) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    assert LengthPenaltyConfig(model_name="x", use_async_io=True).key is None
-    for endpoint in (OURS, QIANFAN):  # the default endpoint too, if its owner names it
-        named = LengthPenaltyConfig(api_endpoint=endpoint)
-        assert named.key is not None and named.key.reveal() == KEY and named.judges
-    given = LengthPenaltyConfig(api_key="sk-given", api_endpoint=OURS)
-    assert given.key is not None and given.key.reveal() == "sk-given"
+    config = LengthPenaltyConfig(**settings)
+    assert (config.key and config.key.reveal(), config.judges) == (key, judges)
 
 
 def test_the_default_endpoint_stays_unnamed_however_a_config_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:

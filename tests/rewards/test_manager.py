@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-import freewheel.rewards
 from freewheel.judge import JudgeRequest
 from freewheel.rewards import LengthPenaltyRewardManager, RewardHandle
 from freewheel.rewards.rules import rule_score
@@ -49,24 +48,11 @@ def extra_of(manager: LengthPenaltyRewardManager, data: Any) -> dict[str, list[A
 
 
 def test_the_constructor_has_the_names_the_order_and_the_defaults_that_scripts_rely_on() -> None:
-    assert [
-        str(one).partition(":")[0] for one in inspect.signature(LengthPenaltyRewardManager).parameters.values()
-    ] == [
-        "tokenizer",
-        "num_examine",
-        "compute_score",
-        "reward_fn_key",
-        "length_penalty_config",
-    ]
+    names = ["tokenizer", "num_examine", "compute_score", "reward_fn_key", "length_penalty_config"]
+    assert list(inspect.signature(LengthPenaltyRewardManager).parameters) == names
     manager = LengthPenaltyRewardManager(Characters(), 0)
     assert (manager.compute_score, manager.reward_fn_key) == (rule_score, "data_source")
     assert inspect.signature(manager.__call__).parameters["return_dict"].default is False
-
-
-def test_without_a_compute_score_the_rule_of_the_data_source_scores() -> None:
-    manager = LengthPenaltyRewardManager(Characters(), num_examine=0)
-    data = batch_of(Row("#### 4", truth="4", source="openai/gsm8k"), Row("#### 5", truth="4", source="openai/gsm8k"))
-    assert last_values(manager(data), data) == [1.0, 0.0]
 
 
 def test_compute_score_gets_the_row_under_verls_keywords(make_manager: MakeManager) -> None:
@@ -88,7 +74,7 @@ def test_compute_score_gets_the_row_under_verls_keywords(make_manager: MakeManag
 
 
 @both_ways
-def test_a_reward_is_rule_plus_quality_less_penalty_on_the_last_valid_token(
+def test_a_reward_is_rule_plus_quality_minus_penalty_on_the_last_valid_token(
     mock: Mock, make_manager: MakeManager, use_async_io: bool
 ) -> None:
     judge = mock(scores={"yes one": "8", "yes two": "3", "yes long": "10"})
@@ -182,7 +168,7 @@ def test_an_error_inside_compute_score_surfaces_at_result_and_the_next_batch_is_
 
 @pytest.mark.parametrize("breaks", [ZeroDivisionError("mine"), float("nan"), None])
 @both_ways
-def test_a_row_whose_compute_score_fails_is_a_failed_row_and_the_batch_goes_on(
+def test_a_row_whose_compute_score_fails_is_a_failed_row_and_the_others_are_scored(
     mock: Mock, make_manager: MakeManager, caplog: pytest.LogCaptureFixture, breaks: Any, use_async_io: bool
 ) -> None:
     def score(solution_str: str, **_: Any) -> Any:
@@ -200,7 +186,7 @@ def test_a_row_whose_compute_score_fails_is_a_failed_row_and_the_batch_goes_on(
     extra = result["reward_extra_info"]
     assert extra["judge_status"] == ["scored", "failed", "scored", "failed"]
     assert (extra["judge_reason"][1], extra["reward_mask"]) == ("compute_score", [1, 0, 1, 0])
-    assert judge.counts().received == 2, "what has no rule score is not judged"
+    assert judge.counts().received == 2, "a row without a rule score is not judged"
     assert "compute_score failed in row 1 of 4" in caplog.text
 
 
@@ -219,55 +205,41 @@ def test_the_judge_sees_question_response_and_reference_and_the_key_goes_in_the_
     assert messages[0]["role"] == "system" and messages[0]["content"].startswith("Rate it. Only an integer 1-10.")
     for part in ("Is it so?", "yes: because", "yes"):
         assert part in messages[-1]["content"]
-    assert "Why?" in second.json()["messages"][-1]["content"], "the decoded prompt stands in for extra_info.question"
+    assert "Why?" in second.json()["messages"][-1]["content"], "without extra_info.question the prompt is decoded"
     assert first.headers["authorization"] == f"Bearer {KEY}" and KEY not in first.body
 
 
 @pytest.mark.parametrize(
     ("gate", "sent"),
-    [
-        ("on", ["fmt yes"]),
-        (True, ["fmt yes"]),
-        ("format", ["fmt no", "fmt yes"]),
-        ("off", ["bad no", "fmt no", "fmt yes"]),
-    ],
+    [("on", ["fmt yes"]), ("format", ["fmt no", "fmt yes"]), ("off", ["bad no", "fmt no", "fmt yes"])],
 )
 @both_ways
-def test_the_gate_keeps_from_the_judge_what_it_says(
-    mock: Mock, make_manager: MakeManager, gate: Any, sent: list[str], use_async_io: bool
+def test_the_judge_receives_only_what_the_gate_lets_through(
+    mock: Mock, make_manager: MakeManager, gate: str, sent: list[str], use_async_io: bool
 ) -> None:
     def score(solution_str: str, **_: Any) -> dict[str, float]:
         return {"score": float("yes" in solution_str), "format": float("fmt" in solution_str)}
 
-    responses = ["bad no", "fmt no", "fmt yes"]
-    judge = mock(scores={"fmt yes": "9", "fmt no": "6", "bad no": "2"})
-    quality = {"fmt yes": 9.0, "fmt no": 6.0, "bad no": 2.0}
+    quality = {"bad no": 2.0, "fmt no": 6.0, "fmt yes": 9.0}
+    judge = mock(scores={text: str(int(score)) for text, score in quality.items()})
     manager = make_manager(judge.url, compute_score=score, judge_gate=gate, use_async_io=use_async_io)
-    data = batch_of(*responses)
+    data = batch_of(*quality)
     result = manager(data, return_dict=True)
     extra = result["reward_extra_info"]
-    assert [one for one in responses if judge.counts().containing(one)] == sent
+    assert [one for one in quality if judge.counts().containing(one)] == sent
     assert judge.counts().received == len(sent)
-    assert extra["judge_status"] == ["scored" if one in sent else "skipped" for one in responses]
-    assert extra["openai_quality_reward"] == [quality[one] if one in sent else 0.0 for one in responses]
+    assert extra["judge_status"] == ["scored" if one in sent else "skipped" for one in quality]
     assert extra["reward_mask"] == [1, 1, 1], "a skipped row is trained on"
-    wanted = [quality[one] * (one in sent) + ("yes" in one) for one in responses]
+    assert extra["openai_quality_reward"] == [quality[one] if one in sent else 0.0 for one in quality]
+    wanted = [quality[one] * (one in sent) + ("yes" in one) for one in quality]
     assert last_values(result["reward_tensor"], data) == wanted
 
 
-def test_all_groups_of_a_batch_go_to_the_judge_as_one_batch(mock: Mock, make_manager: MakeManager) -> None:
-    """A group at a time would never have more in flight than a group has rows."""
+def test_all_groups_of_a_batch_go_to_the_judge_at_once(mock: Mock, make_manager: MakeManager) -> None:
     judge = mock(latency_s=0.3)
     manager = make_manager(judge.url, use_async_io=True, judge={"concurrency_start": 12})
-    handed: list[int] = []
-    assert manager.async_openai_manager is not None
-    submit = manager.async_openai_manager.submit
-    manager.async_openai_manager.submit = lambda requests, **given: (  # type: ignore[method-assign]
-        handed.append(len(requests)) or submit(requests, **given)  # type: ignore[func-returns-value]
-    )
     manager(batch_of(*[Row(f"yes {number}", uid=f"g{number // 2}") for number in range(12)]))
-    assert handed == [12]
-    assert judge.counts().max_in_flight > 2
+    assert judge.counts().max_in_flight > 2, "a group has two rows"
 
 
 def test_async_and_sync_give_the_same_rewards(mock: Mock, make_manager: MakeManager) -> None:
@@ -288,7 +260,7 @@ def test_async_and_sync_give_the_same_rewards(mock: Mock, make_manager: MakeMana
 
 @both_ways
 def test_a_batch_that_times_out_has_failed_verdicts_and_no_zeros_and_is_logged(
-    mock: Mock, make_manager: MakeManager, said: Callable[..., list[str]], use_async_io: bool
+    mock: Mock, make_manager: MakeManager, logged: Callable[..., list[str]], use_async_io: bool
 ) -> None:
     manager = make_manager(mock(hang_share=1.0).url, use_async_io=use_async_io, batch_timeout_s=0.3)
     data = batch_of("yes a", "yes b")
@@ -297,7 +269,7 @@ def test_a_batch_that_times_out_has_failed_verdicts_and_no_zeros_and_is_logged(
     extra = result["reward_extra_info"]
     assert extra["judge_status"] == ["failed", "failed"] and extra["judge_reason"] == ["deadline", "deadline"]
     assert extra["reward_mask"] == [0, 0]
-    [warning] = said(logging.WARNING)
+    [warning] = logged(logging.WARNING)
     assert warning.startswith("OpenAI API evaluation timeout, using fallback")
 
 
@@ -346,9 +318,10 @@ def test_threads_that_wait_for_one_handle_get_one_result_that_is_computed_once(m
 
 
 @both_ways
-def test_a_call_works_inside_a_running_loop_and_in_a_thread_without_a_loop(
+def test_a_call_works_inside_a_running_loop_and_in_a_thread_whose_own_loop_stays_in_place(
     mock: Mock, make_manager: MakeManager, use_async_io: bool
 ) -> None:
+    """Otherwise later code raises "There is no current event loop in thread" (SPEC 5)."""
     manager = make_manager(mock(scores={"": "5"}).url, use_async_io=use_async_io)
     data = batch_of("yes")
     found: list[Any] = []
@@ -356,40 +329,27 @@ def test_a_call_works_inside_a_running_loop_and_in_a_thread_without_a_loop(
     async def train() -> None:
         found.append(last_values(manager(data), data))
 
-    asyncio.run(train())
-    run_threads(lambda: found.append(last_values(manager(data), data)))
-    assert found == [[6.0], [6.0]]
-
-
-def test_the_synchronous_path_leaves_the_threads_own_loop_in_place(mock: Mock, make_manager: MakeManager) -> None:
-    """Or code that comes after us meets "There is no current event loop in thread" (SPEC 5)."""
-    manager = make_manager(mock().url)
-    found: list[Any] = []
-
     def work() -> None:
+        found.append(last_values(manager(data), data))
         loop = asyncio.new_event_loop()
         asyncio.set_event_loop(loop)
-        manager(batch_of("yes"))
-        found.append(asyncio.get_event_loop() is loop and not loop.is_closed())
+        found.append(last_values(manager(data), data))
+        assert asyncio.get_event_loop() is loop and not loop.is_closed()
         asyncio.set_event_loop(None)
         loop.close()
+        found.append("the loop stayed")
 
+    asyncio.run(train())
     run_threads(work)
-    assert found == [True]
+    assert found == [[6.0], [6.0], [6.0], "the loop stayed"]
 
 
-def test_the_members_that_people_use_are_there(mock: Mock, make_manager: MakeManager) -> None:
+def test_there_is_a_judge_only_with_a_key_and_async_on(mock: Mock, make_manager: MakeManager) -> None:
     judge = mock()
     manager = make_manager(judge.url, use_async_io=True)
     assert manager.use_async_io is True and manager.async_openai_manager is not None
-    for name in ("start_workers", "shutdown_workers", "_ensure_event_loop"):
-        assert callable(getattr(manager, name))
-    assert inspect.iscoroutinefunction(manager._get_batched_openai_quality_rewards_async)
-    assert not inspect.iscoroutinefunction(manager._get_batched_openai_quality_rewards_sync)
-    assert not hasattr(freewheel.rewards, "OpenAIWorkerManager")
     with pytest.raises(AttributeError):
         manager.use_async_io = False  # type: ignore[misc]
-
     assert make_manager(use_async_io=True).async_openai_manager is None, "without a key"
     assert make_manager(judge.url, use_async_io=False).async_openai_manager is None
     off = make_manager(judge.url, use_async_io=True, enable_openai_reward=False)
@@ -399,7 +359,7 @@ def test_the_members_that_people_use_are_there(mock: Mock, make_manager: MakeMan
 
 
 @both_ways
-async def test_both_batch_members_give_a_verdict_a_request(
+async def test_both_batch_members_return_a_verdict_per_request(
     mock: Mock, make_manager: MakeManager, use_async_io: bool
 ) -> None:
     manager = make_manager(mock(scores={"first one": "4", "second one": "6"}).url, use_async_io=use_async_io)
@@ -413,7 +373,7 @@ async def test_both_batch_members_give_a_verdict_a_request(
 def test_a_key_that_leaves_or_enters_the_environment_later_changes_nothing(
     mock: Mock, make_manager: MakeManager, monkeypatch: pytest.MonkeyPatch, use_async_io: bool
 ) -> None:
-    """Or a row would be skipped without a word, or sent after it was said that nothing is."""
+    """Otherwise a row would be skipped silently, or sent although the log says that none is."""
     judge = mock(scores={"": "5"}, api_key=KEY)
     settings = {"api_key": None, "use_async_io": use_async_io}
     without = make_manager(judge.url, **settings)
@@ -444,7 +404,7 @@ def test_ensure_event_loop_gives_a_thread_a_loop_of_its_own_and_the_same_one_aga
     assert loops[-1].is_closed()
 
 
-def test_shutdown_does_not_trip_over_a_loop_that_another_thread_runs(make_manager: MakeManager) -> None:
+def test_shutdown_leaves_a_loop_that_another_thread_runs_to_the_next_shutdown(make_manager: MakeManager) -> None:
     manager = make_manager()
     running, stop = threading.Event(), threading.Event()
 
@@ -470,10 +430,10 @@ def test_shutdown_does_not_trip_over_a_loop_that_another_thread_runs(make_manage
 
 @both_ways
 def test_num_examine_samples_of_each_data_source_are_logged_in_each_batch(
-    mock: Mock, make_manager: MakeManager, said: Callable[..., list[str]], use_async_io: bool
+    mock: Mock, make_manager: MakeManager, logged: Callable[..., list[str]], use_async_io: bool
 ) -> None:
     def samples() -> list[str]:
-        return [line for line in said() if "[response]" in line]
+        return [line for line in logged() if "[response]" in line]
 
     url = mock(scores={"broken": "no idea"}).url
     make_manager(url, num_examine=0, use_async_io=use_async_io)(batch_of("yes"))

@@ -30,9 +30,7 @@ from freewheel.rewards import openai_manager as openai_manager_module
 
 from .conftest import KEY, WAIT_S, Characters, MakeManager, Mock, batch_of, last_values, rule
 
-Said = Callable[..., list[str]]
-
-both_places = pytest.mark.parametrize("placement", ["process", "thread"])
+Logged = Callable[..., list[str]]
 
 
 def eventually(holds: Callable[[], bool]) -> bool:
@@ -92,60 +90,45 @@ def five(mock: Mock) -> str:
 # -- start and shutdown -----------------------------------------------------------------------------------------------
 
 
-@both_places
-def test_workers_start_at_the_first_use_and_end_with_a_shutdown_any_number_of_times(
+@pytest.mark.parametrize("placement", ["process", "thread", "async off", "no key"])
+def test_workers_start_at_the_first_use_and_a_shutdown_leaves_nothing(
     five: str, make_manager: MakeManager, placement: str
 ) -> None:
+    is_async = placement in ("process", "thread")
+
+    async def call_inside_a_loop(manager: LengthPenaltyRewardManager) -> None:
+        manager(batch_of("yes"))
+
     def live() -> None:
-        manager = make_manager(five, use_async_io=True, judge={"placement": placement})
+        judge = {"placement": placement} if is_async else {"cache": False}
+        manager = make_manager(None if placement == "no key" else five, use_async_io=is_async, judge=judge)
         manager.shutdown_workers()
         assert not engines()
         for _ in range(2):
             data = batch_of("yes a", "yes b")
-            assert last_values(manager(data), data) == [6.0, 6.0]
+            assert last_values(manager(data), data) == [1.0 if placement == "no key" else 6.0] * 2
             found = engines()
-            assert len(found) == 1
-            manager.start_workers()
-            manager.start_workers()
+            assert len(found) == is_async
+            for _ in range(2):
+                manager.start_workers()
+            asyncio.run(call_inside_a_loop(manager))
             manager._ensure_event_loop()
-            manager(batch_of("yes c"))
             manager.submit(batch_of("yes d"))
             assert engines() == found, "workers persist"
-            manager.shutdown_workers()
-            manager.shutdown_workers()
+            for _ in range(2):
+                manager.shutdown_workers()
             names = [one.name for one in threading.enumerate()]
             assert not [name for name in names if name.startswith(("freewheel-judge", "freewheel-rewards"))]
         asyncio.set_event_loop(None)
 
-    live()  # what is opened once and stays, such as a module's, is open now
+    live()  # opens what stays open, such as a module's files
     before = Held()
     live()
     assert eventually(lambda: Held().as_before(before)), (vars(before), vars(Held()))
-
-
-@pytest.mark.parametrize("has_judge", [False, True], ids=["without a key", "async off"])
-def test_the_synchronous_path_starts_nothing_and_leaves_nothing(
-    five: str, make_manager: MakeManager, has_judge: bool
-) -> None:
-    manager = make_manager(five if has_judge else None, use_async_io=False, judge={"cache": False})
-
-    async def inside_a_loop() -> None:
-        manager(batch_of("yes"))
-
-    def live() -> None:
-        manager.start_workers()
-        manager(batch_of("yes"))
-        asyncio.run(inside_a_loop())
-
-    live()
-    before = Held()
-    live()
-    assert eventually(lambda: Held().as_before(before)), (vars(before), vars(Held()))
-    manager.shutdown_workers()
 
 
 def test_a_shutdown_or_cancel_ends_a_batch_as_failed_and_nobody_hangs(
-    mock: Mock, make_manager: MakeManager, said: Said
+    mock: Mock, make_manager: MakeManager, logged: Logged
 ) -> None:
     judge = mock(hang_share=1.0)
     for end in ("shutdown", "cancel"):
@@ -159,8 +142,20 @@ def test_a_shutdown_or_cancel_ends_a_batch_as_failed_and_nobody_hangs(
         assert extra["reward_mask"] == [0] and handle.done()
         if end == "shutdown":
             assert not engines()
-            assert "1 batches are not complete: their rows without a verdict have failed" in said(logging.WARNING)
+            assert "1 batches are not complete: their rows without a verdict have failed" in logged(logging.WARNING)
         assert eventually(lambda: judge.counts().in_flight == 0)
+
+
+class SlowRule:
+    """A `compute_score` that waits for `proceed`."""
+
+    def __init__(self) -> None:
+        self.started, self.proceed = threading.Event(), threading.Event()
+
+    def __call__(self, **_: Any) -> float:
+        self.started.set()
+        assert self.proceed.wait(WAIT_S)
+        return 1.0
 
 
 def test_a_shutdown_waits_five_seconds_at_most(
@@ -168,19 +163,41 @@ def test_a_shutdown_waits_five_seconds_at_most(
 ) -> None:
     assert manager_module.SHUTDOWN_TIMEOUT_S == openai_manager_module.SHUTDOWN_TIMEOUT_S == 5.0
     monkeypatch.setattr(manager_module, "SHUTDOWN_TIMEOUT_S", 0.3)
-    go_on = threading.Event()
-
-    def stuck(**_: Any) -> float:
-        assert go_on.wait(WAIT_S)
-        return 1.0
-
-    manager = make_manager(five, use_async_io=True, compute_score=stuck)
+    rule = SlowRule()
+    manager = make_manager(five, use_async_io=True, compute_score=rule)
     handle = manager.submit(batch_of("yes"))
     before = time.monotonic()
     manager.shutdown_workers()
     assert time.monotonic() - before < 10
-    go_on.set()
-    assert handle.result().sum() == 6.0, "what was submitted is still answered"
+    rule.proceed.set()
+    assert handle.result().sum() == 6.0, "a submitted batch is still answered"
+
+
+def test_a_rule_that_outlasts_a_shutdown_does_not_start_the_new_engine(five: str, make_manager: MakeManager) -> None:
+    rule = SlowRule()
+    manager = make_manager(five, use_async_io=True, compute_score=rule)
+    manager.start_workers()
+    handle = manager.submit(batch_of("yes"))
+    assert rule.started.wait(WAIT_S)
+    first = manager.async_openai_manager
+    assert first is not None
+    first.shutdown()
+    manager.async_openai_manager = fresh = manager._new_manager()
+    rule.proceed.set()
+    assert float(handle.result().sum()) == 6.0
+    assert fresh is not None and not fresh.running
+
+
+def test_a_batch_that_is_cancelled_before_it_reaches_the_judge_ends_when_its_rules_do(
+    five: str, make_manager: MakeManager
+) -> None:
+    rule = SlowRule()
+    handle = make_manager(five, use_async_io=True, compute_score=rule).submit(batch_of("yes"), return_dict=True)
+    assert rule.started.wait(WAIT_S)
+    handle.cancel()
+    assert not handle.done()
+    rule.proceed.set()
+    assert handle.result()["reward_extra_info"]["judge_reason"] == ["cancelled"]
 
 
 def test_a_manager_that_nobody_holds_takes_its_engine_with_it(five: str) -> None:
@@ -193,7 +210,7 @@ def test_a_manager_that_nobody_holds_takes_its_engine_with_it(five: str) -> None
     assert eventually(lambda: not engines())
 
 
-def test_a_program_that_never_shuts_down_ends_all_the_same(five: str, tmp_path: Path) -> None:
+def test_a_program_that_never_shuts_down_still_ends(five: str, tmp_path: Path) -> None:
     source = f"""
     import sys
     from types import SimpleNamespace
@@ -222,7 +239,7 @@ def test_a_program_that_never_shuts_down_ends_all_the_same(five: str, tmp_path: 
 
 
 def test_an_engine_that_keeps_dying_is_replaced_by_the_synchronous_path_which_says_so(
-    mock: Mock, make_manager: MakeManager, said: Said, monkeypatch: pytest.MonkeyPatch
+    mock: Mock, make_manager: MakeManager, logged: Logged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transport, "RESTARTS_ALLOWED", 1)
     judge = mock(scores={"": "5"}, latency_s=0.5)
@@ -241,16 +258,16 @@ def test_an_engine_that_keeps_dying_is_replaced_by_the_synchronous_path_which_sa
     result = handle.result()
     assert last_values(result["reward_tensor"], data) == [6.0, 6.0]
     assert result["reward_extra_info"]["judge_status"] == ["scored", "scored"]
-    [warning] = said(logging.WARNING)
+    [warning] = logged(logging.WARNING)
     assert warning.startswith("Async evaluation failed for 2 of 2 responses") and "synchronous" in warning
-    assert "Using synchronous method for batch with 2 responses (set use_async_io=True for async)" in said()
+    assert "Using synchronous method for batch with 2 responses (set use_async_io=True for async)" in logged()
 
     again = batch_of("yes c")
     assert last_values(manager(again), again) == [6.0], "later batches find it broken"
-    assert "EngineDied" in said(logging.WARNING)[-1] and "synchronous path" in said(logging.WARNING)[-1]
+    assert "EngineDied" in logged(logging.WARNING)[-1] and "synchronous path" in logged(logging.WARNING)[-1]
     manager.shutdown_workers()
     assert last_values(manager(again), again) == [6.0]
-    assert len(said(logging.WARNING)) == 2, "after a shutdown there is a new engine"
+    assert len(logged(logging.WARNING)) == 2, "after a shutdown there is a new engine"
 
 
 @pytest.mark.parametrize("error", [OSError(24, "Too many open files"), RuntimeError("can't start new thread")])
@@ -258,7 +275,7 @@ def test_an_engine_that_keeps_dying_is_replaced_by_the_synchronous_path_which_sa
 def test_an_engine_that_cannot_start_is_replaced_by_the_synchronous_path(
     five: str,
     make_manager: MakeManager,
-    said: Said,
+    logged: Logged,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     moment: str,
@@ -283,28 +300,17 @@ def test_an_engine_that_cannot_start_is_replaced_by_the_synchronous_path(
         assert last_values(result["reward_tensor"], data) == [6.0]
         assert result["reward_extra_info"]["judge_status"] == ["scored"]
     assert eventually(lambda: sockets() <= before), "the engine's socket was left open"
-    warned = said(logging.WARNING)
+    warned = logged(logging.WARNING)
     assert len(warned) == 2 and all("Async evaluation failed" in line and "synchronous" in line for line in warned)
 
 
-async def test_a_dead_engine_is_replaced_inside_a_running_loop_too(
-    five: str, make_manager: MakeManager, said: Said, monkeypatch: pytest.MonkeyPatch
+async def test_a_dead_engine_and_broken_rows_are_replaced_inside_a_running_loop_too(
+    five: str, make_manager: MakeManager, logged: Logged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager = make_manager(five, use_async_io=True)
+    requests = [JudgeRequest("yes a"), JudgeRequest("yes b")]
+    data = batch_of("yes a", "yes b")
 
-    def dies(*_: Any, **__: Any) -> Any:
-        raise EngineDied("it died")
-
-    monkeypatch.setattr(manager.async_openai_manager, "submit", dies)
-    [verdict] = await manager._get_batched_openai_quality_rewards_async([JudgeRequest("yes")])
-    assert verdict.value == 5.0
-    assert float(manager(batch_of("yes")).sum()) == float((await manager.submit(batch_of("yes"))).sum()) == 6.0
-    assert len(said(logging.WARNING)) == 3 and all("it died" in line for line in said(logging.WARNING))
-
-
-async def test_broken_rows_are_judged_again_by_both_members(
-    five: str, make_manager: MakeManager, monkeypatch: pytest.MonkeyPatch
-) -> None:
     def break_first(requests: Any) -> Handle:
         handle = Handle(0, requests, None, cancel=lambda _: None)
         handle.put(0, Failed("engine", detail="it broke"))
@@ -312,16 +318,22 @@ async def test_broken_rows_are_judged_again_by_both_members(
         handle.wake()
         return handle
 
-    manager = make_manager(five, use_async_io=True)
-    monkeypatch.setattr(manager.async_openai_manager, "submit", break_first)
-    verdicts = await manager._get_batched_openai_quality_rewards_async([JudgeRequest("yes a"), JudgeRequest("yes b")])
-    assert [verdict.value for verdict in verdicts] == [5.0, 7.0]
-    data = batch_of("yes a", "yes b")
-    assert last_values(manager(data), data) == [6.0, 8.0]
+    def die(*_: Any, **__: Any) -> Any:
+        raise EngineDied("it died")
+
+    for submit, scores in ((break_first, [5.0, 7.0]), (die, [5.0, 5.0])):
+        monkeypatch.setattr(manager.async_openai_manager, "submit", submit)
+        verdicts = await manager._get_batched_openai_quality_rewards_async(requests)
+        assert [verdict.value for verdict in verdicts] == scores
+        for rewards in (manager(data), await manager.submit(data)):
+            assert last_values(rewards, data) == [1.0 + score for score in scores]
+    warnings = logged(logging.WARNING)
+    assert ["it broke" in line for line in warnings] == [True] * 3 + [False] * 3
+    assert ["it died" in line for line in warnings] == [False] * 3 + [True] * 3
 
 
 def test_a_batch_for_which_no_thread_is_left_is_judged_by_its_result(
-    five: str, make_manager: MakeManager, said: Said, monkeypatch: pytest.MonkeyPatch
+    five: str, make_manager: MakeManager, logged: Logged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager = make_manager(five, use_async_io=True)
 
@@ -332,28 +344,7 @@ def test_a_batch_for_which_no_thread_is_left_is_judged_by_its_result(
         patched.setattr(threading.Thread, "start", no_thread)
         handle = manager.submit(batch_of("yes"))
     assert float(handle.result().sum()) == 6.0
-    assert "can't start new thread" in said(logging.WARNING)[0]
-
-
-def test_a_rule_that_outlasts_a_shutdown_starts_no_engine_again(five: str, make_manager: MakeManager) -> None:
-    begun, go_on = threading.Event(), threading.Event()
-
-    def slow(**_: Any) -> float:
-        begun.set()
-        go_on.wait(WAIT_S)
-        return 1.0
-
-    manager = make_manager(five, use_async_io=True, compute_score=slow)
-    manager.start_workers()
-    handle = manager.submit(batch_of("yes"))
-    assert begun.wait(WAIT_S)
-    first = manager.async_openai_manager
-    assert first is not None
-    first.shutdown()
-    manager.async_openai_manager = fresh = manager._new_manager()
-    go_on.set()
-    assert float(handle.result().sum()) == 6.0
-    assert fresh is not None and not fresh.running
+    assert "can't start new thread" in logged(logging.WARNING)[0]
 
 
 @pytest.mark.parametrize("use_async_io", [True, False])
@@ -367,24 +358,6 @@ def test_max_cost_is_one_for_all_batches(mock: Mock, make_manager: MakeManager, 
         result = manager(batch_of(f"yes {batch}a", f"yes {batch}b"), return_dict=True)
         statuses += result["reward_extra_info"]["judge_status"]
     assert statuses.count("scored") == judge.counts().answered == 3
-
-
-def test_a_batch_that_is_cancelled_before_it_reaches_the_judge_ends_when_its_rules_do(
-    five: str, make_manager: MakeManager
-) -> None:
-    started, proceed = threading.Event(), threading.Event()
-
-    def slow(**_: Any) -> float:
-        started.set()
-        proceed.wait(WAIT_S)
-        return 1.0
-
-    handle = make_manager(five, use_async_io=True, compute_score=slow).submit(batch_of("yes"), return_dict=True)
-    assert started.wait(WAIT_S)
-    handle.cancel()
-    assert not handle.done()
-    proceed.set()
-    assert handle.result()["reward_extra_info"]["judge_reason"] == ["cancelled"]
 
 
 @pytest.mark.parametrize("use_async_io", [True, False])
@@ -403,40 +376,29 @@ def test_a_result_that_raised_raises_again_and_sends_nothing_more(
 
 
 @pytest.mark.parametrize("use_async_io", [True, False])
-def test_a_pickled_manager_works_where_the_environment_has_the_key(
-    five: str, make_manager: MakeManager, monkeypatch: pytest.MonkeyPatch, use_async_io: bool
+def test_a_pickle_has_no_key_and_its_copy_judges_where_the_environment_has_one(
+    mock: Mock, make_manager: MakeManager, logged: Logged, monkeypatch: pytest.MonkeyPatch, use_async_io: bool
 ) -> None:
-    monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    manager = make_manager(five, api_key=None, use_async_io=use_async_io, num_examine=3)
-    manager(batch_of("yes"))
+    judge = mock(scores={"": "5"})
+    manager = make_manager(judge.url, use_async_io=use_async_io, num_examine=3)
+    batch = batch_of("yes")
+    manager(batch)
     data = pickle.dumps(manager)
     assert KEY.encode() not in data
     copied = pickle.loads(data)
+    assert copied.async_openai_manager is None and last_values(copied(batch), batch) == [1.0]
+    [warning] = logged(logging.WARNING)
+    assert "API key" in warning and "OPENAI_API_KEY" in warning
+    assert judge.counts().received == 1
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    copied = pickle.loads(data)
     assert (copied.async_openai_manager is not None) is use_async_io
-    assert copied.num_examine == 3
-    batch = batch_of("yes")
-    assert last_values(copied(batch), batch) == [6.0]
+    assert copied.num_examine == 3 and last_values(copied(batch), batch) == [6.0]
     copied.shutdown_workers()
     assert last_values(manager(batch), batch) == [6.0]
 
 
-def test_a_pickle_leaves_a_key_given_as_text_out_and_the_copy_says_that_its_judge_is_off(
-    mock: Mock, make_manager: MakeManager, said: Said
-) -> None:
-    judge = mock()
-    manager = make_manager(judge.url, use_async_io=True)
-    data = pickle.dumps(manager)
-    assert KEY.encode() not in data and KEY.encode() not in pickle.dumps(manager.config)
-    copied = pickle.loads(data)
-    assert copied.async_openai_manager is None
-    [warning] = said(logging.WARNING)
-    assert "API key" in warning and "OPENAI_API_KEY" in warning
-    batch = batch_of("yes")
-    assert last_values(copied(batch), batch) == [1.0]
-    assert judge.counts().received == 0
-
-
-def test_a_deep_copy_keeps_the_key_and_has_an_engine_of_its_own(five: str, make_manager: MakeManager) -> None:
+def test_a_deep_copy_keeps_the_key_and_has_a_separate_engine(five: str, make_manager: MakeManager) -> None:
     manager = make_manager(five, use_async_io=True)
     copied = copy.deepcopy(manager)
     data = batch_of("yes")

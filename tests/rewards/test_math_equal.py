@@ -1,4 +1,4 @@
-"""The process that compares math answers: what it may do to itself, to its parent and to a reward."""
+"""The process that compares math answers: its limits, its deaths, and what they mean for a reward."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from freewheel.rewards.rules import boxed_math
 RIGHT, WRONG = Scored(1.0), Scored(0.0)
 
 BOUND_S = 20.0
-"""Several times what any test here takes, on a busy machine too; without bounds it would be a minute, or for ever."""
+"""Several times what any test here takes on a busy machine. Without a limit it would take a minute or never end."""
 TOO_LARGE = "1.5E9999999999"
-"""One call into C that holds the interpreter and takes 4 GB; math-verify's own alarm does not end it."""
+"""A call into C that blocks the interpreter and takes 4 GB; math-verify's own alarm does not end it."""
 TOO_SLOW = "(x+1)^{5000}"
-"""Expanded for longer than anybody waits."""
+"""Expanding it takes far longer than any limit."""
 
 needs_math = pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="the extra [math] is not here")
 
 
 @pytest.fixture(autouse=True)
 def _fresh_comparer() -> Iterator[None]:
-    """One that remembers nothing, and ends with its test."""
+    """A comparer with an empty cache, which ends with its test."""
     math_equal.close()
     math_equal._compare.cache_clear()
     yield
@@ -42,7 +42,7 @@ def _fresh_comparer() -> Iterator[None]:
 
 @needs_math
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not bound the address space")
-def test_a_comparison_that_wants_all_memory_is_refused_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_comparison_that_needs_too_much_memory_is_a_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(math_equal, "TIMEOUT_S", 20.0)
     assert boxed_math(r"\boxed{84/2}", "42", {}) == RIGHT
     child = math_equal._comparer._child
@@ -52,7 +52,7 @@ def test_a_comparison_that_wants_all_memory_is_refused_it(monkeypatch: pytest.Mo
 
 
 @needs_math
-def test_a_comparison_that_would_never_end_is_a_zero_said_once_and_paid_for_once(
+def test_a_comparison_that_never_ends_is_a_zero_that_is_cached_and_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(math_equal, "TIMEOUT_S", 1.0)
@@ -88,7 +88,7 @@ def test_a_forked_process_does_not_share_its_parents_comparer() -> None:
 
 
 @needs_math
-def test_closing_ends_the_process_and_its_pipes_and_one_that_was_killed_is_replaced() -> None:
+def test_closing_ends_the_process_and_its_pipe_and_a_killed_process_is_replaced() -> None:
     assert boxed_math(r"\boxed{22/2}", "11", {}) == RIGHT
     child = math_equal._comparer._child
     assert child is not None
@@ -149,7 +149,7 @@ def in_time() -> Iterator[None]:
 
 
 def compared(stand_in: Path) -> int:
-    """How many comparisons were begun."""
+    """How many comparisons were started."""
     return len((stand_in / "compared").read_text().splitlines())
 
 
@@ -157,9 +157,7 @@ def gone(child: math_equal._Child | None) -> bool:
     return child is not None and child.process.returncode is not None
 
 
-def test_whatever_prints_in_the_process_is_not_taken_for_a_reply(
-    stand_in: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_output_of_the_process_is_not_taken_for_a_reply(stand_in: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (stand_in / "sitecustomize.py").write_text("print('ANTLR versions disagree', flush=True)")
     assert math_equal.equal("print('different', flush=True)!4", "4")
     assert not math_equal.equal("print('same', flush=True)!4", "7")
@@ -167,13 +165,8 @@ def test_whatever_prints_in_the_process_is_not_taken_for_a_reply(
     assert not printed.out and "ANTLR versions disagree" in printed.err
 
 
-def test_a_process_that_is_killed_gets_a_second_try(stand_in: Path) -> None:
-    assert math_equal.equal(f"once() and {KILLED}!42", "42")
-    assert compared(stand_in) == 2
-
-
 @pytest.mark.parametrize("death", [KILLED, "1/0"])
-def test_a_death_of_unknown_cause_is_an_error_and_not_a_zero_and_not_remembered(stand_in: Path, death: str) -> None:
+def test_two_deaths_of_unknown_cause_are_an_error_and_not_a_zero_and_not_cached(stand_in: Path, death: str) -> None:
     answer = f"os.path.exists('{stand_in}/calm') or {death}!42"
     for _ in range(2):
         with pytest.raises(math_equal.ComparisonFailed, match="exit codes"):
@@ -181,25 +174,26 @@ def test_a_death_of_unknown_cause_is_an_error_and_not_a_zero_and_not_remembered(
     assert compared(stand_in) == 4
     (stand_in / "calm").touch()
     assert boxed_math(f"\\boxed{{{answer}}}", "42", {}) == RIGHT
+    assert math_equal.equal(f"once() and {death}!43", "43"), "one death may be an accident"
 
 
 @pytest.mark.parametrize("crash", ["os.abort()", "os.kill(os.getpid(), signal.SIGSEGV)", "bytearray(1 << 40)"])
-def test_what_crashes_two_processes_is_not_comparable_and_remembered(stand_in: Path, crash: str) -> None:
+def test_an_answer_that_crashes_two_processes_is_not_comparable_and_cached(stand_in: Path, crash: str) -> None:
     for _ in range(4):
         assert boxed_math(f"\\boxed{{{crash}!42}}", "42", {}) == WRONG
     with pytest.raises(math_equal.NotComparable, match="too much time or memory"):
         math_equal.equal(f"{crash}!42", "42")
     assert compared(stand_in) == 2
-    assert math_equal.equal(f"once() and {crash}!43", "43"), "what crashes one may be an accident"
+    assert math_equal.equal(f"once() and {crash}!43", "43"), "one crash may be an accident"
 
 
-def test_only_time_on_a_processor_counts_against_a_comparison(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_cpu_time_counts_against_a_comparison(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(math_equal, "TIMEOUT_S", 0.5)
     assert math_equal.equal("time.sleep(1.5)!42", "42")
     for _ in range(2):
         with pytest.raises(math_equal.NotComparable):
             math_equal.equal("[0 for _ in iter(int, 1)]!42", "42")
-    assert compared(stand_in) == 2, "the limit on the processor is the same in every process"
+    assert compared(stand_in) == 2, "the limit is the same in every process, so there is no second try"
 
 
 def test_a_comparison_that_starves_is_an_error_and_not_a_zero(
@@ -224,9 +218,12 @@ def test_an_answer_too_long_for_the_pipe_is_not_compared(stand_in: Path) -> None
     assert compared(stand_in) == 1
 
 
-def test_a_process_that_does_not_start_is_not_waited_for(
+def test_a_process_that_does_not_start_is_an_error(
     stand_in: Path, monkeypatch: pytest.MonkeyPatch, in_time: None
 ) -> None:
+    (stand_in / "math_verify.py").write_text("raise ImportError('sympy is broken')")
+    with pytest.raises(math_equal.ComparisonFailed, match=r"did not start \(exit code 1\); stderr says why"):
+        math_equal.equal("42", "43")
     monkeypatch.setattr(math_equal, "START_S", 0.5)
     (stand_in / "sitecustomize.py").write_text("import time; time.sleep(60)")
     with pytest.raises(math_equal.ComparisonFailed, match="did not start within"):
@@ -234,32 +231,22 @@ def test_a_process_that_does_not_start_is_not_waited_for(
     assert math_equal._comparer._child is None
 
 
-def test_a_process_that_cannot_start_says_so(stand_in: Path) -> None:
-    (stand_in / "math_verify.py").write_text("raise ImportError('sympy is broken')")
-    with pytest.raises(math_equal.ComparisonFailed, match=r"did not start \(exit code 1\); stderr says why"):
-        math_equal.equal("42", "43")
-
-
-@pytest.mark.parametrize(
-    ("hung", "before"),
-    [("time.sleep(60)!42", "compare"), ("42", "start")],
-    ids=["while it compares", "while it starts"],
-)
-def test_closing_does_not_wait_for_a_comparison(stand_in: Path, in_time: None, hung: str, before: str) -> None:
-    if before == "start":
+@pytest.mark.parametrize("during", ["comparison", "start"])
+def test_closing_does_not_wait_for_a_comparison(stand_in: Path, in_time: None, during: str) -> None:
+    if during == "start":
         (stand_in / "sitecustomize.py").write_text("import time; time.sleep(60)")
     raised: list[BaseException] = []
 
     def ask() -> None:
         try:
-            math_equal.equal(hung, "43")
-        except BaseException as error:  # noqa: BLE001  # looked at below
+            math_equal.equal("time.sleep(60)!42", "43")
+        except BaseException as error:  # noqa: BLE001  # checked below
             raised.append(error)
 
     thread = threading.Thread(target=ask)
     thread.start()
     _until(lambda: math_equal._comparer._child is not None)
-    if before == "compare":
+    if during == "comparison":
         _until((stand_in / "compared").exists)
     child = math_equal._comparer._child
     began = time.perf_counter()

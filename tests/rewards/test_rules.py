@@ -44,50 +44,27 @@ def _the_child_ends_with_these_tests() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("written", "number"),
+    ("number", "spellings"),
     [
-        ("42", 42),
-        ("42.", 42),
-        ("42.0", 42),
-        ("042", 42),
-        ("-42", -42),
-        ("−42", -42),
-        ("$42", 42),
-        (r"\$42", 42),
-        ("-$42", -42),
-        ("$-42", -42),
-        ("€1,5", None),
-        ("42%", 42),
-        (r"42\%", 42),
-        ("42 dollars.", 42),
-        ("42 m²", 42),
-        ("1,234", 1234),
-        ("1,234,567.50", Fraction(2469135, 2)),
-        ("12,34,567", 1234567),
-        ("1 234", 1234),
-        ("1\u00a0234\u00a0567", 1234567),
-        (".5", Fraction(1, 2)),
-        ("-.5", Fraction(-1, 2)),
-        ("1/2", Fraction(1, 2)),
-        ("-3 / 4 cup", Fraction(-3, 4)),
-        ("1 1/2", Fraction(3, 2)),
-        ("1,000/3", Fraction(1000, 3)),
-        ("1/0", None),
-        ("1½", None),
-        ("12,34", None),
-        ("1.2.3", None),
-        ("1e3", None),
-        ("10^2", None),
-        ("42 or 43", None),
-        ("5-10", None),
-        ("-$-42", None),
-        (".", None),
-        ("", None),
-        ("9" * 100_000, None),
+        (42, ["42", "42.", "42.0", "042", "$42", r"\$42", "42%", r"42\%", "42 dollars.", "42 m²"]),
+        (-42, ["-42", "−42", "-$42", "$-42"]),
+        (1234, ["1,234", "1 234"]),
+        (1234567, ["12,34,567", "1\u00a0234\u00a0567"]),
+        (Fraction(2469135, 2), ["1,234,567.50"]),
+        (Fraction(1, 2), [".5", "1/2"]),
+        (Fraction(-1, 2), ["-.5"]),
+        (Fraction(-3, 4), ["-3 / 4 cup"]),
+        (Fraction(3, 2), ["1 1/2"]),
+        (Fraction(1000, 3), ["1,000/3"]),
+        (None, ["€1,5", "1/0", "1½", "12,34", "1.2.3", "1e3", "10^2", "42 or 43", "5-10", "-$-42"]),
+        (None, [".", "", "9" * 100_000]),
     ],
 )
-def test_a_number_is_read_in_its_usual_spellings_and_never_guessed(written: str, number: Fraction | None) -> None:
-    assert number_in(written) == number
+def test_a_number_is_read_in_its_usual_spellings_and_never_guessed(
+    number: Fraction | None, spellings: list[str]
+) -> None:
+    for spelling in spellings:
+        assert number_in(spelling) == number, spelling[:20]
 
 
 @given(st.integers(-(10**12), 10**12), st.integers(0, 999), st.booleans(), st.sampled_from(["", ".", "%", " apples"]))
@@ -98,34 +75,32 @@ def test_any_number_is_read_back_exactly(whole: int, thousandths: int, grouped: 
 
 
 @pytest.mark.parametrize(
-    ("response", "expected"),
+    ("expected", "responses"),
     [
-        ("6 * 7 = 42\n#### 42", RIGHT),
-        ("#### 42\nI am sure.", RIGHT),
-        ("#### 41\nNo, wait.\n#### 42", RIGHT),
-        ("#### 42\nNo, wait.\n#### 41", WRONG),
-        ("#### 42\n##### Remarks", RIGHT),
-        ("The answer is 42.", NO_ANSWER),
-        ("#### the answer is clear", NO_ANSWER),
-        ("#### 42 or 43", NO_ANSWER),
-        ("### 42", NO_ANSWER),
-        ("##### 42", NO_ANSWER),
+        (
+            RIGHT,
+            ["6 * 7 = 42\n#### 42", "#### 42\nI am sure.", "#### 41\nNo, wait.\n#### 42", "#### 42\n##### Remarks"],
+        ),
+        (WRONG, ["#### 42\nNo, wait.\n#### 41"]),
+        (NO_ANSWER, ["The answer is 42.", "#### the answer is clear", "#### 42 or 43", "### 42", "##### 42"]),
     ],
 )
-def test_gsm8k_needs_the_right_number_after_the_last_mark(response: str, expected: Scored) -> None:
-    assert gsm8k(response, "42", {}) == expected
+def test_gsm8k_needs_the_right_number_after_the_last_mark(expected: Scored, responses: list[str]) -> None:
+    for response in responses:
+        assert gsm8k(response, "42", {}) == expected, response
 
 
-@pytest.mark.parametrize("truth", ["42", 42, 42.0, "$42.00", "He has 6 * 7 = <<6*7=42>>42.\n#### 42"])
-def test_gsm8k_takes_its_ground_truth_bare_or_as_a_solution(truth: object) -> None:
-    assert gsm8k("#### 42", truth, {}) == RIGHT
-    assert gsm8k("#### 6", truth, {}) == WRONG
+def test_gsm8k_takes_its_ground_truth_bare_or_as_a_solution() -> None:
+    for truth in ("42", 42, 42.0, "$42.00", "He has 6 * 7 = <<6*7=42>>42.\n#### 42"):
+        assert gsm8k("#### 42", truth, {}) == RIGHT
+        assert gsm8k("#### 6", truth, {}) == WRONG
 
 
-@pytest.mark.parametrize("truth", [None, "", "many", "#### many"])
-def test_a_ground_truth_without_a_number_is_an_error_and_not_a_zero(truth: object) -> None:
-    with pytest.raises(ConfigError, match=r"^ground_truth = "):
-        gsm8k("#### 42", truth, {})
+@pytest.mark.parametrize("rule", [gsm8k, pytest.param(boxed_math, marks=needs_math)])
+def test_a_missing_ground_truth_is_an_error_and_not_a_zero(rule: rules.Rule) -> None:
+    for truth in (None, "", *(("many", "#### many") if rule is gsm8k else ("$$",))):
+        with pytest.raises(ConfigError, match=r"^ground_truth = "):
+            rule(r"#### 42, so \boxed{42}", truth, {})
 
 
 def test_an_exact_match_ignores_space_and_case_unless_told_otherwise() -> None:
@@ -137,37 +112,28 @@ def test_an_exact_match_ignores_space_and_case_unless_told_otherwise() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "held"),
+    ("find", "text", "found"),
     [
-        (r"so \boxed{42}.", "42"),
-        (r"\boxed{\frac{1}{2}} done", r"\frac{1}{2}"),
-        (r"\boxed{\left\{ 1 \right.}", r"\left\{ 1 \right."),
-        (r"\boxed {3}", "3"),
-        (r"\boxed{\boxed{3}}", "3"),
-        (r"\boxed{1} and \boxed{2", "1"),
-        (r"{ \boxed{4} } }", "4"),
-        (r"\boxed{}", ""),
-        (r"\boxed{2", None),
-        ("42", None),
+        (last_box, r"so \boxed{42}.", "42"),
+        (last_box, r"\boxed{\frac{1}{2}} done", r"\frac{1}{2}"),
+        (last_box, r"\boxed{\left\{ 1 \right.}", r"\left\{ 1 \right."),
+        (last_box, r"\boxed {3}", "3"),
+        (last_box, r"\boxed{\boxed{3}}", "3"),
+        (last_box, r"\boxed{1} and \boxed{2", "1"),
+        (last_box, r"{ \boxed{4} } }", "4"),
+        (last_box, r"\boxed{}", ""),
+        (last_box, r"\boxed{2", None),
+        (last_box, "42", None),
+        (answer_line, "Answer: 42", "42"),
+        (answer_line, "answer : $\\frac{1}{2}$.\nBye", r"\frac{1}{2}"),
+        (answer_line, "**Answer:** .5", ".5"),
+        (answer_line, r"Answer: 1. Final Answer: \boxed{2}", "2"),
+        (answer_line, "Answer:\n", ""),
+        (answer_line, "unanswerable", None),
     ],
 )
-def test_the_last_balanced_box_is_found(text: str, held: str | None) -> None:
-    assert last_box(text) == held
-
-
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("Answer: 42", "42"),
-        ("answer : $\\frac{1}{2}$.\nBye", r"\frac{1}{2}"),
-        ("**Answer:** .5", ".5"),
-        (r"Answer: 1. Final Answer: \boxed{2}", "2"),
-        ("Answer:\n", ""),
-        ("unanswerable", None),
-    ],
-)
-def test_the_last_answer_line_is_found(text: str, answer: str | None) -> None:
-    assert answer_line(text) == answer
+def test_the_last_balanced_box_and_the_last_answer_line_are_found(find: Any, text: str, found: str | None) -> None:
+    assert find(text) == found
 
 
 @pytest.mark.parametrize("piece", ["\\boxed{", "{", "<tool_call>", "<think>", "#### ", "Answer: ", "answer ", "1,111"])
@@ -200,68 +166,61 @@ def test_boxed_answers_are_compared_by_what_they_mean(answer: str, truth: object
 
 
 @needs_math
-def test_without_a_filled_box_there_is_no_answer() -> None:
+def test_the_box_counts_or_for_dapo_the_answer_line_before_the_box() -> None:
     assert boxed_math("Answer: 42", "42", {}) == boxed_math(r"\boxed{}", "42", {}) == NO_ANSWER
-
-
-@needs_math
-@pytest.mark.parametrize("truth", [None, "", "$$"])
-def test_math_without_a_ground_truth_is_an_error_and_not_a_zero(truth: object) -> None:
-    with pytest.raises(ConfigError, match=r"^ground_truth = "):
-        boxed_math(r"\boxed{42}", truth, {})
-
-
-@needs_math
-def test_dapos_answer_line_counts_and_without_one_the_box() -> None:
     assert dapo_math(r"\boxed{7}. Answer: $21/3 + 1$", "8", {}) == RIGHT
     assert dapo_math(r"\boxed{8}", "8", {}) == RIGHT
     assert dapo_math("8", "8", {}) == NO_ANSWER
 
 
 @pytest.mark.parametrize(
-    ("response", "right"),
+    ("expected", "responses"),
     [
-        ("<think>hm</think><answer>42</answer>", True),
-        ("  <think>a\nb</think>\n\n<answer>42</answer>\n", True),
-        ("<think>1 < 2 and <b>bold</b></think><answer>42</answer>", True),
-        ("<answer>42</answer><think>hm</think>", False),
-        ("<think>hm</think><answer>42</answer> bye", False),
-        ("well <think>hm</think><answer>42</answer>", False),
-        ("<think>hm</think> so <answer>42</answer>", False),
-        ("<think>hm<answer>42</answer></think>", False),
-        ("<think>hm</think><answer>42</answer><answer>43</answer>", False),
-        ("<think>hm</think><answer> </answer>", False),
-        ("", False),
+        (
+            RIGHT,
+            [
+                "<think>hm</think><answer>42</answer>",
+                "  <think>a\nb</think>\n\n<answer>42</answer>\n",
+                "<think>1 < 2 and <b>bold</b></think><answer>42</answer>",
+            ],
+        ),
+        (
+            NO_ANSWER,
+            [
+                "<answer>42</answer><think>hm</think>",
+                "<think>hm</think><answer>42</answer> bye",
+                "well <think>hm</think><answer>42</answer>",
+                "<think>hm</think> so <answer>42</answer>",
+                "<think>hm<answer>42</answer></think>",
+                "<think>hm</think><answer>42</answer><answer>43</answer>",
+                "<think>hm</think><answer> </answer>",
+                "",
+            ],
+        ),
     ],
 )
-def test_tags_must_stand_once_in_order_and_alone(response: str, right: bool) -> None:
-    assert format_tags("think", "answer")(response, None, {}) == (RIGHT if right else NO_ANSWER)
+def test_each_tag_must_occur_once_in_order_with_nothing_around(expected: Scored, responses: list[str]) -> None:
+    for response in responses:
+        assert format_tags("think", "answer")(response, None, {}) == expected, response
 
 
 CALL = '<tool_call>{"name": "search", "arguments": {"q": "x"}}</tool_call>'
 
 
 @pytest.mark.parametrize(
-    ("response", "expected"),
+    ("expected", "responses"),
     [
-        (CALL, RIGHT),
-        (f"Let me look.\n{CALL}\nand\n{CALL}", RIGHT),
-        ('<tool_call>\n{"name": "search", "arguments": {}}\n</tool_call>', RIGHT),
-        (CALL.replace("search", "rm"), WRONG),
-        (CALL + CALL.replace("search", "rm"), WRONG),
-        (CALL + "<tool_call>", NO_ANSWER),
-        (CALL + "<tool_call>{}</tool_call>", NO_ANSWER),
-        (f"<tool_call>{CALL}</tool_call>", NO_ANSWER),
-        ('<tool_call>{"name": "search"}</tool_call>', NO_ANSWER),
-        ('<tool_call>{"name": "search", "arguments": "{}"}</tool_call>', NO_ANSWER),
-        ('<tool_call>{"name": 1, "arguments": {}}</tool_call>', NO_ANSWER),
-        ("<tool_call>search(x)</tool_call>", NO_ANSWER),
-        ("<tool_call>" + "[" * 100_000 + "</tool_call>", NO_ANSWER),
-        ("</tool_call><tool_call>", NO_ANSWER),
+        (RIGHT, [CALL, f"Let me look.\n{CALL}\nand\n{CALL}", CALL.replace("{", "\n{", 1)]),
+        (WRONG, [CALL.replace("search", "rm"), CALL + CALL.replace("search", "rm")]),
+        (NO_ANSWER, [CALL + "<tool_call>", CALL + "<tool_call>{}</tool_call>", f"<tool_call>{CALL}</tool_call>"]),
+        (NO_ANSWER, [CALL.replace(', "arguments": {"q": "x"}', ""), CALL.replace('{"q": "x"}', '"{}"')]),
+        (NO_ANSWER, [CALL.replace('"search"', "1"), "<tool_call>search(x)</tool_call>", "</tool_call><tool_call>"]),
+        (NO_ANSWER, ["<tool_call>" + "[" * 100_000 + "</tool_call>"]),
     ],
 )
-def test_tool_calls_must_be_well_formed_and_of_known_tools(response: str, expected: Scored) -> None:
-    assert tool_call("search", "open")(response, None, {}) == expected
+def test_tool_calls_must_be_well_formed_and_of_known_tools(expected: Scored, responses: list[str]) -> None:
+    for response in responses:
+        assert tool_call("search", "open")(response, None, {}) == expected, response
 
 
 @pytest.mark.parametrize("factory", [format_tags, tool_call])
@@ -271,47 +230,37 @@ def test_a_factory_without_names_is_refused(factory: Any, names: tuple[Any, ...]
         factory(*names)
 
 
-@pytest.mark.parametrize(
-    ("data_source", "rule"),
-    [
-        ("openai/gsm8k", gsm8k),
-        ("lighteval/MATH", boxed_math),
-        ("DigitalLearningGmbH/MATH-lighteval", boxed_math),
-        ("HuggingFaceH4/MATH-500", boxed_math),
-        ("math_dapo", dapo_math),
-        ("aime_2024", dapo_math),
-        ("aime25", dapo_math),
-    ],
-)
-def test_the_data_sources_that_verl_knows_have_rules(data_source: str, rule: rules.Rule) -> None:
-    assert rule_for(data_source) is rule
+@pytest.fixture
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers ends with it."""
+    monkeypatch.setattr(rules, "_rules", dict(rules._rules))
 
 
-def test_an_unknown_data_source_is_an_error_that_says_what_to_do() -> None:
+def test_the_rule_of_the_longest_prefix_scores_a_data_source(own_registry: None) -> None:
+    known = {
+        gsm8k: ["openai/gsm8k"],
+        boxed_math: ["lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"],
+        dapo_math: ["math_dapo", "aime_2024", "aime25"],
+    }
+    for rule, data_sources in known.items():
+        assert [rule_for(name) for name in data_sources] == [rule] * len(data_sources)
     with pytest.raises(ConfigError, match=r"^data_source = 'mine/quiz': .*openai/gsm8k.*register_rule\(prefix, rule\)"):
         rule_for("mine/quiz")
-
-
-def test_the_longest_prefix_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules, "_rules", dict(rules._rules))
     register_rule("mine/", exact_match)
     register_rule("mine/numbers", gsm8k)
-    assert rule_for("mine/quiz") is exact_match
-    assert rule_for("mine/numbers_hard") is gsm8k
+    assert (rule_for("mine/quiz"), rule_for("mine/numbers_hard")) == (exact_match, gsm8k)
     register_rule("", exact_match)
-    assert rule_for("anything") is exact_match
-    assert rule_for("openai/gsm8k") is gsm8k
+    assert (rule_for("anything"), rule_for("openai/gsm8k")) == (exact_match, gsm8k)
 
 
-def test_a_rule_is_given_all_that_verl_gives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules, "_rules", dict(rules._rules))
-    given_to_rule: list[tuple[str, object, Any]] = []
+def test_a_rule_receives_the_response_the_truth_and_the_extra_info(own_registry: None) -> None:
+    received: list[tuple[str, object, Any]] = []
 
     def rule(response: str, ground_truth: object, extra_info: Any) -> Scored:
-        given_to_rule.append((response, ground_truth, extra_info))
+        received.append((response, ground_truth, extra_info))
         return Scored(0.5)
 
     register_rule("mine", rule)
     assert rule_score(data_source="mine", solution_str="r", ground_truth="g", extra_info={"index": 1}).value == 0.5
     rule_score(data_source="mine", solution_str="r", ground_truth="g")
-    assert given_to_rule == [("r", "g", {"index": 1}), ("r", "g", {})]
+    assert received == [("r", "g", {"index": 1}), ("r", "g", {})]

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from freewheel.judge import ConfigError, Failed, JudgeRequest, Scored, Skipped, Verdict
 from freewheel.rewards import LengthPenaltyConfig, RewardFailed, soft_overlong
-from freewheel.rewards.length import group_index, median_penalty
-from freewheel.rewards.scoring import Rewards, Sample, as_scored, combine, judge_requests
+from freewheel.rewards.scoring import Rewards, Sample, as_scored, combine, group_index, judge_requests, median_penalty
 
 NUMBERS = st.floats(-100, 100)
 VERDICTS = st.one_of(
@@ -84,24 +83,22 @@ def expected(rows: list[Row], config: LengthPenaltyConfig) -> list[float]:
 
 
 @given(ROWS, CONFIGS)
-def test_every_reward_is_what_the_spec_says(rows: list[Row], config: LengthPenaltyConfig) -> None:
+def test_every_reward_and_the_extra_info_are_what_the_spec_says(rows: list[Row], config: LengthPenaltyConfig) -> None:
     rewards = combined(rows, config)
-    np.testing.assert_allclose(rewards.reward, expected(rows, config), rtol=1e-9, atol=1e-9)
-
-
-@given(ROWS, CONFIGS)
-def test_no_reward_is_nan_and_the_mask_is_zero_exactly_where_the_verdict_failed(
-    rows: list[Row], config: LengthPenaltyConfig
-) -> None:
-    rewards = combined(rows, config)
+    np.testing.assert_allclose(rewards.reward, expected(rows, config), rtol=1e-9, atol=1e-9)  # a NaN is not close
     failed = [isinstance(verdict, Failed) for *_, verdict in rows]
-    assert np.isfinite(rewards.reward).all()
-    assert rewards.mask.tolist() == [int(not one) for one in failed]
     assert np.isnan(rewards.raw).tolist() == np.isnan(rewards.quality).tolist() == failed
+    extra = rewards.extra_info()
+    assert {len(column) for column in extra.values()} == {len(rows)}
+    assert extra["reward_mask"] == [int(not one) for one in failed]
+    assert extra["judge_status"] == [verdict.status for *_, verdict in rows]
+    assert extra["original_score"] == [rule for _, _, rule, _ in rows]
+    assert extra["response_length"] == [length for _, length, _, _ in rows]
+    assert [not reason for reason in extra["judge_reason"]] == [isinstance(one, Scored) for *_, one in rows]
 
 
 @given(ROWS.filter(bool))
-def test_a_failed_row_has_no_advantage_and_moves_nobody_elses(rows: list[Row]) -> None:
+def test_a_failed_row_has_no_advantage_and_does_not_change_the_others(rows: list[Row]) -> None:
     """Under a group mean as baseline, with the failed rows in it."""
     rewards = combined(rows, LengthPenaltyConfig(enable=False))
     for group in {row[0] for row in rows}:
@@ -112,18 +109,6 @@ def test_a_failed_row_has_no_advantage_and_moves_nobody_elses(rows: list[Row]) -
         baseline = fmean(rewards.reward[inside])
         assert baseline == pytest.approx(fmean(rewards.reward[valid]), abs=1e-9)
         assert all(rewards.reward[n] == pytest.approx(baseline, abs=1e-9) for n in set(inside) - set(valid))
-
-
-@given(ROWS, CONFIGS)
-def test_the_extra_info_has_one_value_a_row_under_every_key(rows: list[Row], config: LengthPenaltyConfig) -> None:
-    extra = combined(rows, config).extra_info()
-    assert {len(column) for column in extra.values()} == {len(rows)}
-    assert extra["judge_status"] == [verdict.status for *_, verdict in rows]
-    assert extra["original_score"] == [rule for _, _, rule, _ in rows]
-    assert extra["response_length"] == [length for _, length, _, _ in rows]
-    assert [bool(reason) for reason in extra["judge_reason"]] == [
-        status != "scored" for status in extra["judge_status"]
-    ]
 
 
 @given(ROWS)
@@ -137,7 +122,7 @@ def test_on_failure_raise_raises_exactly_where_a_verdict_failed(rows: list[Row])
         combined(rows, config)
 
 
-def test_the_whole_group_failed_holds_the_bare_rule_score_and_rule_only_the_penalised_one() -> None:
+def test_a_group_that_failed_as_a_whole_keeps_its_rule_scores_and_rule_only_subtracts_the_penalty() -> None:
     rows: list[Row] = [("a", 10, 0.7, Failed("deadline")), ("a", 10, 0.2, Failed("deadline"))]
     rows += [("a", 30, 0.4, Failed("deadline"))]
     assert combined(rows, LengthPenaltyConfig()).reward.tolist() == [0.7, 0.2, 0.4]
@@ -148,16 +133,18 @@ def test_the_whole_group_failed_holds_the_bare_rule_score_and_rule_only_the_pena
 # -- lengths and groups -----------------------------------------------------------------------------------------------
 
 
-def test_the_edges_of_the_free_band_and_of_the_slope_are_exact_and_a_median_of_zero_is_not_punished() -> None:
-    usual = LengthPenaltyConfig().penalty
-    penalty, median = median_penalty([100, 70, 130, 60, 140, 50, 150, 49, 151, 0, 9999], np.zeros(11, int), **usual)
+def test_the_penalty_is_exact_at_the_edges_of_its_slope_and_zero_for_a_median_of_zero() -> None:
+    usual = LengthPenaltyConfig()
+    penalty, median = median_penalty([100, 70, 130, 60, 140, 50, 150, 49, 151, 0, 9999], np.zeros(11, int), usual)
     assert median.tolist() == [100.0] * 11
     assert penalty.tolist() == pytest.approx([0, 0, 0, 0.5, 0.5, 1, 1, 1, 1, 1, 1]) and penalty[:3].tolist() == [0] * 3
-    assert median_penalty([0, 0, 900], np.zeros(3, int), **usual)[0].tolist() == [0.0, 0.0, 0.0]
+    assert median_penalty([0, 0, 900], np.zeros(3, int), usual)[0].tolist() == [0.0, 0.0, 0.0]
+    off = LengthPenaltyConfig(enable=False)
+    assert median_penalty([100, 100, 900], np.zeros(3, int), off)[0].tolist() == [0.0, 0.0, 0.0]
 
 
 @given(st.lists(st.one_of(st.text(max_size=2), st.integers(0, 5), st.none(), st.tuples(st.integers(0, 1)))))
-def test_groups_are_numbered_by_first_appearance_whatever_the_uids_are(uids: list[Any]) -> None:
+def test_groups_are_numbered_by_first_appearance_for_uids_of_any_type(uids: list[Any]) -> None:
     order = list(dict.fromkeys(uids))
     assert group_index(uids).tolist() == [order.index(uid) for uid in uids]
     assert group_index(np.array(list(map(repr, uids)))).tolist() == group_index(list(map(repr, uids))).tolist()
@@ -200,30 +187,25 @@ def test_a_request_carries_response_question_and_a_reference_that_is_text() -> N
 # -- what a rule gives ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("found", [1, True, np.float32(1), torch.tensor(1.0), {"score": torch.tensor(1)}, Scored(1)])
-def test_any_kind_of_number_is_a_score(found: Any) -> None:
-    assert (as_scored(found).value, type(as_scored(found).value)) == (1.0, float)
-
-
 @given(st.floats(allow_nan=True, allow_infinity=True))
-def test_a_finite_score_passes_in_every_form_and_no_other_does(value: float) -> None:
-    for form in (value, np.float64(value), {"score": value}, Scored(value)):
+def test_a_finite_number_of_any_kind_is_a_score_and_no_other_is(value: float) -> None:
+    tensor = torch.tensor(value, dtype=torch.float64)
+    for form in (value, np.float64(value), tensor, {"score": value}, {"score": tensor}, Scored(value)):
         if math.isfinite(value):
-            assert as_scored(form).value == value
+            assert (as_scored(form).value, type(as_scored(form).value)) == (value, float)
         else:
             with pytest.raises(ConfigError, match="finite"):
                 as_scored(form)
 
 
 def test_a_dicts_format_is_the_format_and_its_other_keys_are_parts() -> None:
+    assert as_scored(True) == as_scored(np.float32(1)) == Scored(1.0)
     assert as_scored({"score": 1, "format": False, "acc": 0.5}) == Scored(1.0, parts={"acc": 0.5}, format=0.0)
     assert as_scored({"score": 1}).format == 1.0
     assert as_scored(Scored(1.0, parts={"acc": 0.5}, format=0.0)) == Scored(1.0, parts={"acc": 0.5}, format=0.0)
 
 
-@pytest.mark.parametrize(
-    "found", [None, "good", [1], {"acc": 1}, {"score": None}, object(), torch.tensor(math.nan), torch.ones(2)]
-)
-def test_anything_else_is_refused_by_the_name_of_compute_score(found: Any) -> None:
+@pytest.mark.parametrize("found", [None, "good", [1], {"acc": 1}, {"score": None}, object(), torch.ones(2)])
+def test_a_result_that_is_no_score_is_refused_by_the_name_of_compute_score(found: Any) -> None:
     with pytest.raises(ConfigError, match=r"^compute_score"):
         as_scored(found)

@@ -30,6 +30,7 @@ from freewheel.judge.verdict import Failed, Reason, Scored, Skipped, Verdict
 from freewheel.rewards.config import LengthPenaltyConfig, OnFailure, as_config
 from freewheel.rewards.rules import rule_for, rule_score
 from freewheel.rewards.scoring import (
+    JUDGE_OFF,
     ComputeScore,
     Rewards,
     Sample,
@@ -279,7 +280,7 @@ class JudgeReward:
 
     async def _verdicts(self, judge: Judge | None, requests: Sequence[JudgeRequest]) -> list[Verdict]:
         if judge is None:
-            return [Skipped(request.skip or "the judge is off") for request in requests]
+            return [Skipped(request.skip) if request.skip else JUDGE_OFF for request in requests]
         try:
             await asyncio.to_thread(judge.start)  # starts a thread and a process, once
             verdicts = await judge.score(requests)

@@ -12,7 +12,6 @@ Importing this package needs no torch, no ray and no transformers.
 
 from freewheel.rewards.compute_score import compute_score, compute_score_async, shutdown_judges
 from freewheel.rewards.config import LengthPenaltyConfig
-from freewheel.rewards.length import soft_overlong
 from freewheel.rewards.manager import LengthPenaltyRewardManager, RewardHandle
 from freewheel.rewards.openai_manager import AsyncOpenAIManager, AsyncOpenAIWorker, get_request_hash
 from freewheel.rewards.rules import (
@@ -25,7 +24,7 @@ from freewheel.rewards.rules import (
     rule_score,
     tool_call,
 )
-from freewheel.rewards.scoring import RewardFailed
+from freewheel.rewards.scoring import RewardFailed, soft_overlong
 
 __all__ = [
     "AsyncOpenAIManager",

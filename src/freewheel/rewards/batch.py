@@ -8,14 +8,10 @@ Only methods of the batch's own tensors are used, so importing this module does 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from freewheel.errors import ConfigError
 from freewheel.rewards.scoring import Array, Sample
-
-if TYPE_CHECKING:
-    import numpy as np
-
 
 _TENSORS = ("prompts", "responses", "attention_mask")
 
@@ -29,7 +25,7 @@ class RewardBatch(Protocol):
         """A `TensorDict` or a dict with `prompts`, `responses`, `attention_mask` and so on; None without tensors."""
 
     @property
-    def non_tensor_batch(self) -> Mapping[str, np.ndarray[Any, Any]]:
+    def non_tensor_batch(self) -> Mapping[str, Array]:
         """`data_source`, `reward_model`, `uid` and so on, with one entry per sample."""
 
     @property

@@ -131,7 +131,7 @@ def _sample(source: Any, response: Any, truth: Any, extra: Any) -> Sample:
 
 
 def _group(source: Any, truth: Any, info: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return what identifies the prompt of a response, as well as the row can tell."""
+    """Return a key that is equal for rows of the same prompt, from the best column that the row has."""
     for key in ("uid", "index", "question"):
         if info.get(key) is not None:
             return (key, str(source), str(info[key]))

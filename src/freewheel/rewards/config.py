@@ -17,7 +17,6 @@ from typing import Any, Literal, NamedTuple
 from freewheel.errors import ConfigError
 from freewheel.judge.config import JudgeConfig, Secret
 from freewheel.judge.rubric import BUILTIN, Rubric
-from freewheel.rewards.length import check_penalty
 from freewheel.utils.checks import check_number, shown_value
 
 KEY_VARIABLE = "OPENAI_API_KEY"
@@ -114,7 +113,11 @@ class LengthPenaltyConfig:
             value = getattr(self, key)
             if not isinstance(value, bool) and (value is not None or key != "enable_openai_reward"):
                 raise ConfigError(key, value, "give true or false")
-        check_penalty(**self.penalty)
+        for key in ("penalty_scale", "max_penalty", "peak_ratio", "outer_ratio"):
+            check_number(key, getattr(self, key), low=0)
+        if self.outer_ratio <= self.peak_ratio:
+            remedy = f"the penalty rises from peak_ratio ({self.peak_ratio:g}) to outer_ratio: give more than that"
+            raise ConfigError("outer_ratio", self.outer_ratio, remedy)
         check_number("reward_coefficient", self.reward_coefficient)
         check_number("batch_timeout_s", self.batch_timeout_s, above=0)
         if not isinstance(self.judge_gate, str | bool) or self.judge_gate not in _GATES:
@@ -165,11 +168,6 @@ class LengthPenaltyConfig:
         if not self.names_endpoint:
             lack, remedy = "api_endpoint: the judge", "Name it, and set"
         return f"No {lack} is off, and rewards are rule score and length penalty only. {remedy} {self.key_variable}"
-
-    @property
-    def penalty(self) -> dict[str, float]:
-        """The settings of `median_penalty`."""
-        return {key: getattr(self, key) for key in ("penalty_scale", "max_penalty", "peak_ratio", "outer_ratio")}
 
     @property
     def failure_policy(self) -> OnFailure:
@@ -245,7 +243,9 @@ def _plain(given: Any) -> dict[str, Any]:
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             shown = str(given) if is_file else "<text>"  # the text may hold a key, so not YAML's message either
             mark = getattr(error, "problem_mark", None)
-            why = f"{getattr(error, 'problem', '')} in line {mark.line + 1}" if mark is not None else _error_name(error)
+            why = getattr(error, "strerror", None) or type(error).__name__
+            if mark is not None:
+                why = f"{getattr(error, 'problem', '')} in line {mark.line + 1}"
             raise ConfigError("length_penalty_config", shown, f"it cannot be read as YAML: {why}") from None
     if not isinstance(found, Mapping):
         raise ConfigError(
@@ -254,10 +254,6 @@ def _plain(given: Any) -> dict[str, Any]:
             "give a LengthPenaltyConfig, a mapping, an OmegaConf node, YAML text with a mapping, or a .yaml file",
         )
     return {str(key): value for key, value in found.items()}
-
-
-def _error_name(error: Exception) -> str:
-    return (isinstance(error, OSError) and error.strerror) or type(error).__name__
 
 
 def env_flag(name: str, *, default: bool) -> bool:

@@ -1,4 +1,4 @@
-"""`LengthPenaltyRewardManager`: a batch of rollouts in, its rewards out, while the judge works beside the trainer.
+"""`LengthPenaltyRewardManager`: a batch of rollouts in, its rewards out. The judge works while the trainer does.
 
     submit(batch) ─▶ snapshot ─▶ [thread: decode ─▶ rule ─▶ gate ─▶ judge.submit] ─▶ RewardHandle
                                                                                       │ result(): waits
@@ -125,7 +125,6 @@ class LengthPenaltyRewardManager:
         self.config = as_config(length_penalty_config)
         self._reset()
         if self._judge_config is None:
-            self._log_why_no_judge()
             return
         if not self.config.names_endpoint:
             log.warning(
@@ -144,6 +143,8 @@ class LengthPenaltyRewardManager:
         self._judge_config = self.config.judge_config() if self.config.judges else None
         self._spent = 0.0
         self.async_openai_manager = self._new_manager()
+        if self._judge_config is None:
+            self._log_why_no_judge()
 
     def _new_manager(self) -> AsyncOpenAIManager | None:
         if self._judge_config is None or not self.use_async_io:
@@ -355,8 +356,6 @@ class LengthPenaltyRewardManager:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._reset()
-        if self._judge_config is None:
-            self._log_why_no_judge()
 
 
 def _submit_to(manager: AsyncOpenAIManager, requests: Sequence[JudgeRequest]) -> Handle | None:

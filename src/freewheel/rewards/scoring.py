@@ -19,16 +19,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from freewheel.errors import ConfigError
 from freewheel.judge.request import JudgeRequest
 from freewheel.judge.verdict import Failed, JudgeError, Scored, Skipped, Verdict
 from freewheel.rewards.config import LengthPenaltyConfig
-from freewheel.rewards.length import group_index, median_penalty
+from freewheel.utils.checks import check_number
 
 log = logging.getLogger("freewheel.rewards")
 
 Array = np.ndarray[Any, np.dtype[Any]]
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 ComputeScore = Callable[..., Any]
 """verl's: called with `data_source`, `solution_str`, `ground_truth`, `extra_info`; a number or a dict with `score`."""
 
@@ -90,16 +93,11 @@ class Rewards:
             "raw_reward": self.raw.tolist(),
             "reward_mask": self.mask.tolist(),
             "judge_status": [verdict.status for verdict in self.verdicts],
-            "judge_reason": [reason_of(verdict) for verdict in self.verdicts],
+            "judge_reason": ["" if isinstance(one, Scored) else one.reason for one in self.verdicts],
         }
         for name in dict.fromkeys(name for rule in self.rules for name in rule.parts):
             extra.setdefault(name, [rule.parts.get(name) for rule in self.rules])
         return extra
-
-
-def reason_of(verdict: Verdict) -> str:
-    """Return why there is no score; empty if there is one."""
-    return "" if isinstance(verdict, Scored) else verdict.reason
 
 
 def describe_failures(failed: Sequence[Failed], total: int) -> str:
@@ -187,6 +185,54 @@ def _skip_reason(rule: Verdict, config: LengthPenaltyConfig) -> str:
     return ""
 
 
+# -- length -----------------------------------------------------------------------------------------------------------
+
+
+def group_index(uids: Sequence[Hashable] | npt.NDArray[Any]) -> Ints:
+    """Return each sample's group as a number: 0 for the first uid, and so on by first appearance."""
+    numbers: dict[Hashable, int] = {}
+    return np.fromiter((numbers.setdefault(uid, len(numbers)) for uid in uids), dtype=np.int64, count=len(uids))
+
+
+def median_penalty(
+    lengths: npt.ArrayLike, groups: npt.NDArray[np.integer[Any]], config: LengthPenaltyConfig
+) -> tuple[Floats, Floats]:
+    """Return each sample's penalty, and the median length m of its group (`groups` comes from `group_index`).
+
+    With d = |length − m| / m:  penalty = scale · max · clip((d − peak) / (outer − peak), 0, 1);  none where m = 0, and
+    none without `enable`. It is subtracted from the reward.
+    """
+    tokens = np.asarray(lengths, dtype=np.int64)
+    median = _group_medians(tokens, groups)[groups]
+    distance = np.divide(np.abs(tokens - median), median, out=np.zeros_like(median), where=median > 0)
+    rise = np.clip((distance - config.peak_ratio) / (config.outer_ratio - config.peak_ratio), 0.0, 1.0)
+    scale = config.penalty_scale if config.enable else 0.0
+    return scale * config.max_penalty * rise, median
+
+
+def _group_medians(tokens: Ints, groups: npt.NDArray[np.integer[Any]]) -> Floats:
+    """Return each group's median, from one sort of group · stride + length: 3 times faster than a sort by two keys."""
+    stride = tokens.max(initial=0) + 1
+    in_order = np.sort(groups * stride + tokens) % stride
+    sizes = np.bincount(groups)
+    starts = np.cumsum(sizes) - sizes
+    middles: Floats = (in_order[starts + (sizes - 1) // 2] + in_order[starts + sizes // 2]) / 2
+    return middles
+
+
+def soft_overlong(lengths: npt.ArrayLike, *, max_length: int, buffer_length: int, factor: float) -> Floats:
+    """Return DAPO's soft overlong punishment (Yu et al. 2025) as a positive penalty.
+
+    It is 0 up to max − buffer, rises linearly to `factor` at max, and stays there (verl's own lacks this bound).
+    """
+    check_number("max_length", max_length, low=0)
+    check_number("factor", factor, low=0)
+    if not 0 < buffer_length <= max_length:
+        raise ConfigError("buffer_length", buffer_length, f"give 1 to max_length ({max_length})")
+    over = np.asarray(lengths, dtype=np.float64) - (max_length - buffer_length)
+    return factor * np.clip(over / buffer_length, 0.0, 1.0)
+
+
 # -- composition ------------------------------------------------------------------------------------------------------
 
 
@@ -196,9 +242,8 @@ def shape(
     """Return the rewards of a batch that holds whole groups. A failed row is NaN."""
     verdicts = [judged if isinstance(rule, Scored) else rule for rule, judged in zip(rules, verdicts, strict=True)]
     lengths = np.array([sample.length for sample in samples], dtype=np.int64)
-    settings = config.penalty if config.enable else config.penalty | {"penalty_scale": 0.0}
     groups = group_index([sample.group for sample in samples])
-    penalty, medians = median_penalty(lengths, groups, **settings)
+    penalty, medians = median_penalty(lengths, groups, config)
     judged = [0.0 if isinstance(verdict, Skipped) else rule_value(verdict) for verdict in verdicts]
     quality = config.reward_coefficient * np.array(judged, dtype=np.float64)
     raw = np.array([rule_value(rule) for rule in rules], dtype=np.float64) + quality
@@ -221,7 +266,7 @@ def combine(
         )
     rule = np.array([rule_value(one) for one in rules], dtype=np.float64)
     batch_mean = rewards.reward[valid].mean() if valid.any() else 0.0  # for a row that has not even a rule score
-    if policy.kind == "group_mean":  # over which the row has no advantage
+    if policy.kind == "group_mean":  # so the row has no advantage over its group
         groups = group_index([sample.group for sample in samples])
         counts = np.bincount(groups[valid], minlength=len(groups))[groups]
         sums = np.bincount(groups[valid], weights=rewards.reward[valid], minlength=len(groups))[groups]

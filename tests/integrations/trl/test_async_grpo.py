@@ -1,20 +1,18 @@
-"""TRL's AsyncGRPO: its rollout loop scores groups with `JudgeReward`, here and in the child that it spawns.
+"""TRL's AsyncGRPO: the child process that its worker spawns scores groups with `JudgeReward`.
 
-vLLM is played by a server on loopback that answers with given texts; all else is TRL's own.
+A server on loopback stands in for vLLM and answers with given texts; everything else is TRL's own.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
-import multiprocessing
 import os
 import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,7 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # importing it warns, and a warnin
 from accelerate import PartialState
 from datasets import Dataset
 from trl.experimental.async_grpo import async_rollout_worker
-from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, RolloutGroup, TrainingSequence
+from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 
 from freewheel.errors import ConfigError
 from freewheel.integrations.trl import JudgeReward
@@ -47,84 +45,8 @@ DATA = Dataset.from_list(
 
 @pytest.fixture(autouse=True)
 def accelerate() -> None:
-    """TRL's loggers need it; a trainer would have made it."""
+    """TRL's loggers need this state, which a trainer would have made."""
     PartialState()
-
-
-@pytest.fixture
-def rollout_loop(tokenizer: Any) -> Iterator[Callable[..., Any]]:
-    """The real loop of AsyncGRPO's worker, as its child would make it."""
-    made = []
-
-    def make(*rewards: Any) -> Any:
-        loop = async_rollout_worker._AsyncRolloutLoop(
-            model_name="policy",
-            dataset=DATA,
-            reward_funcs=list(rewards),
-            processing_class=tokenizer,
-            eos_token_ids=[tokenizer.eos_token_id],
-            rollout_buffer=queue.Queue(),
-            model_version_value=multiprocessing.Value("i", 0),
-            heartbeat_value=multiprocessing.Value("d", 0.0),
-            failed_event=multiprocessing.Event(),
-            exception_info_queue=queue.Queue(),
-            metrics_queue=queue.Queue(),
-            num_generations=GENERATIONS,
-            max_inflight_tasks=1,
-        )
-        made.append(loop)
-        return loop
-
-    yield make
-    for loop in made:
-        loop._tool_pool.shutdown()
-        loop._loop.close()
-
-
-def group_of(number: int, *answers: str) -> RolloutGroup:
-    row, count = DATA[number], len(answers)
-    ids = [list(range(len(answer))) for answer in answers]
-    return RolloutGroup(
-        prompts=[row["prompt"]] * count,
-        reward_kwargs={"answer": [row["answer"]] * count},
-        completions=[[{"role": "assistant", "content": answer}] for answer in answers],
-        completions_ids=ids,
-        completions_sequences=[[TrainingSequence(one, [1] * len(one), [0.0] * len(one), "r")] for one in ids],
-        tool_call_counts=[0] * count,
-        tool_failure_counts=[0] * count,
-        model_version=0,
-        group_id=number,
-        env_rewards=[None] * count,
-        rollout_rewards=[None] * count,
-    )
-
-
-def answers_to(number: int) -> list[str]:
-    return [f"Let me see, {number} and {number}: attempt {n}. #### {2 * number + n % 2}" for n in range(GENERATIONS)]
-
-
-def question(number: int) -> str:
-    return f"What is {number} + {number}?"
-
-
-def expected_advantages(rewards: list[float]) -> np.ndarray:
-    known = np.array(rewards)
-    mean, std = np.nanmean(known), np.nanstd(known)
-    return np.nan_to_num((known - mean) / (std + 1e-8), nan=0.0)
-
-
-async def test_groups_that_are_scored_at_once_share_the_judge(mock, make_reward, rollout_loop, score):
-    server = mock(latency_s=0.3)
-    loop = rollout_loop(make_reward(server.url))
-    await loop._score_group(group_of(499, *answers_to(499)))  # the engine is up
-    began = time.monotonic()
-    scored = await asyncio.gather(*(loop._score_group(group_of(n, *answers_to(n))) for n in range(8)))
-    assert time.monotonic() - began < 8 * 0.3
-    for number, samples in enumerate(scored):
-        wanted = [score(answer, question(number)) for answer in answers_to(number)]
-        assert [sample.metrics["rewards/judge"] for sample in samples] == wanted
-        assert [sample.advantage for sample in samples] == pytest.approx(expected_advantages(wanted))
-    assert server.counts().most_received == 1
 
 
 class PlayedVllm(BaseHTTPRequestHandler):
@@ -192,7 +114,7 @@ def start_worker(monkeypatch: pytest.MonkeyPatch, reward: JudgeReward, tokenizer
 
 
 def stop_worker(worker: AsyncRolloutWorker) -> None:
-    """As the trainer does. Its child ends when somebody empties its queues, else it is terminated after 15 s."""
+    """Stop it as the trainer does. Its queues are emptied, because a child with full queues is killed after 15 s."""
     stopping = threading.Thread(target=worker.stop)
     stopping.start()
     until = time.monotonic() + STOP_S
@@ -232,7 +154,9 @@ def test_the_spawned_worker_scores_with_an_engine_of_its_own(
         time.sleep(0.05)
 
 
-def test_a_key_that_cannot_travel_is_said_before_the_worker_starts(mock, make_reward, tokenizer, vllm_url, monkeypatch):
+def test_a_key_that_cannot_travel_is_refused_before_the_worker_starts(
+    mock, make_reward, tokenizer, vllm_url, monkeypatch
+):
     reward = make_reward(mock(api_key="secret-1").url, api_key="secret-1")
     with pytest.raises(ConfigError, match="set OPENAI_API_KEY in the environment") as failure:
         start_worker(monkeypatch, reward, tokenizer, vllm_url)

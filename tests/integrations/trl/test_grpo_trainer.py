@@ -42,11 +42,10 @@ def starts_well(data_source: str, solution_str: str, ground_truth: str, extra_in
 
 
 class Run:
-    """What a training left behind."""
+    """The log and the table of completions of a training."""
 
     def __init__(self, trainer: GRPOTrainer, folder: Path) -> None:
         self.history = [entry for entry in trainer.state.log_history if "reward" in entry]
-        self.trainer = trainer
         tables = sorted((folder / "completions").glob("*.parquet"))
         self.rows = pd.concat([pd.read_parquet(table) for table in tables], ignore_index=True)
 
@@ -56,7 +55,7 @@ class Run:
 
 @pytest.fixture
 def train(tmp_path: Path, example: Any, tokenizer: Any) -> Callable[..., Run]:
-    """Trains, and gives back each completion of each step with its rewards and its advantage."""
+    """Trains and returns each completion of each step with its rewards and its advantage."""
 
     def run(reward: Any, data: Dataset = PLAIN, **settings: Any) -> Run:
         args = GRPOConfig(
@@ -90,19 +89,13 @@ def train(tmp_path: Path, example: Any, tokenizer: Any) -> Callable[..., Run]:
     return run
 
 
-def test_each_completion_is_rewarded_with_the_judges_score_of_it(mock, make_reward, train, score):
+def test_each_completion_of_a_conversation_is_judged_with_its_prompt_and_reference(mock, make_reward, train, score):
     server = mock()
-    run = train(make_reward(server.url))
+    run = train(make_reward(server.url, ground_truth="answer"), CHATS)
     assert len(run.rows) == STEPS * 2 * GENERATIONS
-    for row in run.rows.itertuples():
-        assert row.judge == score(row.completion, row.prompt)
     assert run.values("rewards/judge/mean") == pytest.approx(run.values("judge/judge_score"))
     assert run.values("judge/judge_failed") == [0.0] * STEPS
     assert server.counts().most_received == 1
-
-
-def test_conversations_are_judged_by_what_was_asked_and_said(mock, make_reward, train, score):
-    run = train(make_reward(mock().url, ground_truth="answer"), CHATS)
     answers = {row["prompt"][1]["content"]: row["answer"] for row in CHATS}
     for row in run.rows.itertuples():
         asked = row.prompt[1]["content"]
@@ -110,7 +103,7 @@ def test_conversations_are_judged_by_what_was_asked_and_said(mock, make_reward, 
         assert row.judge == score(row.completion[0]["content"], question, reference=answers[asked])
 
 
-def test_a_failed_judgement_is_left_out_of_its_groups_mean_and_the_training_goes_on(mock, make_reward, train, score):
+def test_a_failed_judgement_is_left_out_of_its_groups_mean_and_training_continues(mock, make_reward, train, score):
     server = mock(error_share=0.4, seed=3)
     run = train(make_reward(server.url, judge={"max_attempts": 1}))
     failed = run.rows["judge/judge"].str.startswith("failed")
@@ -160,7 +153,7 @@ def test_a_column_that_the_dataset_does_not_have_ends_the_training_with_its_name
         train(make_reward(mock().url, ground_truth="solution"))
 
 
-def test_an_engine_that_breaks_costs_one_batch_of_rewards(mock, make_reward, train, monkeypatch, caplog):
+def test_an_engine_that_breaks_fails_one_batch_of_rewards(mock, make_reward, train, monkeypatch, caplog):
     from freewheel.judge import EngineDied, Judge
 
     honest, calls = Judge.submit, []

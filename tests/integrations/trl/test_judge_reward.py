@@ -8,7 +8,7 @@ import logging
 import pickle
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ def name_of_source(data_source: str, solution_str: str, ground_truth: Any, extra
         ({**NAMED, "api_keys": "k"}, {}, "api_keys = '<hidden>'"),
     ],
 )
-def test_what_cannot_work_is_refused_at_construction(config, options, message):
+def test_a_configuration_that_cannot_work_is_refused_at_construction(config, options, message):
     with pytest.raises(ConfigError, match=message):
         JudgeReward(config, **options)
 
@@ -76,7 +76,7 @@ def test_a_judge_that_refuses_key_or_model_from_the_start_is_a_configuration_err
         call(make_reward(mock(**profile).url), ["q"], ["a"])
 
 
-def test_a_key_that_is_refused_later_is_a_failure_and_not_the_end(mock, make_reward, caplog):
+def test_a_key_that_is_refused_later_fails_its_rows_only(mock, make_reward, caplog):
     server = mock(api_key="EMPTY")
     reward = make_reward(server.url)
     assert call(reward, ["q"], ["a"]) != [None]
@@ -87,6 +87,7 @@ def test_a_key_that_is_refused_later_is_a_failure_and_not_the_end(mock, make_rew
 
 def test_without_token_ids_a_length_penalty_is_refused_and_quality_is_not(mock, make_reward, score):
     server = mock()
+    assert call(make_reward(server.url), [], []) == []
     whole = make_reward(server.url, rule=right_or_wrong, ground_truth="answer")
     with pytest.raises(ConfigError, match="completion_ids = None: the length penalty counts tokens"):
         call(whole, ["q"], ["a"], completion_ids=None, answer=["a"])
@@ -96,11 +97,7 @@ def test_without_token_ids_a_length_penalty_is_refused_and_quality_is_not(mock, 
 # -- rows -------------------------------------------------------------------------------------------------------------
 
 
-def test_no_rows_give_no_rewards(mock, make_reward):
-    assert call(make_reward(mock().url), [], []) == []
-
-
-def test_without_a_key_the_whole_reward_goes_on_without_the_judge_and_says_so_once(caplog):
+def test_without_a_key_the_rule_scores_without_the_judge_and_one_warning_says_so(caplog):
     reward = JudgeReward({"model_name": "m"}, rule=right_or_wrong, ground_truth="answer")
     for _ in range(2):
         assert call(reward, ["q", "q"], ["x", "y"], answer=["x", "x"]) == [1.0, 0.0]
@@ -121,14 +118,8 @@ def test_a_skipped_row_keeps_rule_and_penalty_and_a_failed_one_has_no_number(moc
     server = mock(scores={"garbled": "I would rather not say", "": "6"})
     reward = make_reward(server.url, rule=right_or_wrong, ground_truth="answer", judge={"reasks": 0})
     texts = ["fine", "fine", "garbled", "wrong"]
-    found = call(
-        reward,
-        ["p"] * 4,
-        texts,
-        answer=["fine", "fine", "garbled", "right"],
-        completion_ids=[[0] * 10, [0] * 10, [0] * 10, [0] * 40],
-    )
-    assert found == [7.0, 7.0, None, -1.0]
+    ids = [[0] * 10, [0] * 10, [0] * 10, [0] * 40]
+    assert call(reward, ["p"] * 4, texts, answer=[*texts[:3], "right"], completion_ids=ids) == [7.0, 7.0, None, -1.0]
 
 
 @pytest.mark.parametrize(
@@ -189,6 +180,9 @@ def test_metrics_and_table_columns_are_reported_where_the_trainer_takes_them(moc
     assert columns == {"quality/judge": ["scored", "failed: unparseable"]}
 
 
+TEXT = {"type": "text", "text": "see "}
+
+
 @pytest.mark.parametrize(
     ("completion", "answer", "transcript"),
     [
@@ -196,16 +190,7 @@ def test_metrics_and_table_columns_are_reported_where_the_trainer_takes_them(moc
         ([{"role": "assistant", "content": "said"}], "said", "said"),
         ([{"role": "assistant", "content": None}], "", ""),
         ([], "", ""),
-        (
-            [
-                {
-                    "role": "assistant",
-                    "content": [{"type": "text", "text": "see "}, {"type": "image", "image": object()}],
-                }
-            ],
-            "see [image]",
-            "see [image]",
-        ),
+        ([{"role": "assistant", "content": [TEXT, {"type": "image", "image": 0}]}], "see [image]", "see [image]"),
         (
             [
                 {"role": "assistant", "content": "ask", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
@@ -255,19 +240,24 @@ def test_a_pickle_carries_everything_but_the_key_and_the_engine(mock, make_rewar
 def test_threads_with_loops_of_their_own_share_one_engine(mock, make_reward, score):
     server = mock(latency_s=0.1)
     reward = pickle.loads(pickle.dumps(make_reward(server.url)))  # not opened yet
-    found: dict[int, list[float | None]] = {}
 
-    def judge(number: int) -> None:
-        found[number] = call(reward, ["q"] * 10, [f"answer {n}" for n in range(10)])
+    def judge(_: int) -> list[float | None]:
+        return call(reward, ["q"] * 10, [f"answer {n}" for n in range(10)])
 
-    threads = [threading.Thread(target=judge, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [found[number] for number in range(4)] == [[score(f"answer {n}", "q") for n in range(10)]] * 4
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(judge, range(4)))
+    assert found == [[score(f"answer {n}", "q") for n in range(10)]] * 4
     assert server.counts().received == 10
     reward.close()
+
+
+async def test_calls_on_one_loop_share_the_judge_and_do_not_wait_for_each_other(mock, make_reward, score):
+    server = mock(latency_s=0.3)
+    reward = make_reward(server.url, judge={"concurrency_start": 16})
+    calls = [reward(prompts=["q", "q"], completions=[f"{n} a", f"{n} b"]) for n in range(6)]
+    assert await asyncio.gather(*calls) == [[score(f"{n} a", "q"), score(f"{n} b", "q")] for n in range(6)]
+    assert server.counts().max_in_flight > 2, "a call has two rows"
+    assert server.counts().most_received == 1
 
 
 def test_a_closed_reward_starts_again_when_it_is_called(mock, make_reward, score):
@@ -277,7 +267,7 @@ def test_a_closed_reward_starts_again_when_it_is_called(mock, make_reward, score
         reward.close()
 
 
-def test_an_engine_that_cannot_start_costs_the_rows_that_needed_it(mock, make_reward, monkeypatch, caplog):
+def test_an_engine_that_cannot_start_fails_only_the_rows_that_need_it(mock, make_reward, monkeypatch, caplog):
     monkeypatch.setattr(sys, "executable", "")
     reward = make_reward(mock().url, rule=right_or_wrong, ground_truth="a")
     with caplog.at_level(logging.WARNING):

@@ -26,6 +26,11 @@ with warnings.catch_warnings():  # verl's own, while it is imported; ours are er
 
 PROMPT_WIDTH = 64
 RESPONSE_WIDTH = 128
+FUNCTIONS = Path(__file__).with_name("scoring_functions.py")
+LENGTHS = (20, 20, 30, 40)
+WITH_PENALTY = [1.7, 1.7, 1.7, 0.7]
+"""Rewards of right answers of these lengths, with 0.1 * 7 from the judge. The median is 25: 20 and 30 are within 30%
+of it, and 40 lies beyond 50%."""
 
 OURS = (
     "reward.reward_manager.source=importlib",

@@ -95,34 +95,24 @@ def assert_collates(rows: Sequence[dict[str, Any]]) -> None:
 RIGHT, WRONG = "x #### 4", "x #### 5"
 
 
-def test_a_wrong_answer_is_not_sent_to_the_judge(run: Run) -> None:
-    rows = run([Answer(text, "a") for text in (RIGHT, WRONG, RIGHT, WRONG)])
-    assert row_scores(rows) == [1.7, 0.0, 1.7, 0.0]
-    assert column(rows, "judge_status") == ["scored", "skipped", "scored", "skipped"]
-    assert_collates(rows)
-
-
-@pytest.mark.parametrize("bad", ["unratable #### 4", "x" * 120 + " #### 4"], ids=["garbage", "400"])
-def test_a_row_that_the_judge_fails_on_gets_the_mean_of_its_group_and_is_marked(run: Run, bad: str) -> None:
-    settings = ["+reward.reward_kwargs.length_penalty_config.enable=false"]
-    if bad.startswith("x"):
-        settings.append("+reward.reward_kwargs.length_penalty_config.judge.rubric=integer")
-    rows = run(
-        [
-            Answer(text, "a", info={"question": "q" * 20_000} if text.startswith("xx") else {})
-            for text in (RIGHT, WRONG, bad, RIGHT)
-        ],
-        *settings,
-    )
-    mean = round((1.7 + 0.0 + 1.7) / 3, 5)
-    assert row_scores(rows) == [1.7, 0.0, mean, 1.7]
+@pytest.mark.parametrize(
+    ("bad", "question", "reason"),
+    [("unratable #### 4", "", "unparseable"), ("x" * 120 + " #### 4", "q" * 20_000, "rejected")],
+)
+def test_a_row_that_the_judge_fails_on_gets_the_mean_of_its_group_and_is_marked(
+    run: Run, bad: str, question: str, reason: str
+) -> None:
+    answers = [Answer(text, "a") for text in (RIGHT, WRONG)]
+    answers += [Answer(bad, "a", info={"question": question} if question else {}), Answer(RIGHT, "a")]
+    rows = run(answers, "+reward.reward_kwargs.length_penalty_config.enable=false")
+    assert row_scores(rows) == [1.7, 0.0, round((1.7 + 0.0 + 1.7) / 3, 5), 1.7]
     assert column(rows, "judge_status") == ["scored", "skipped", "failed", "scored"]
     assert column(rows, "reward_mask") == [1, 1, 0, 1]
-    assert rows[2]["reward_extra_info"]["judge_reason"] == ("rejected" if bad.startswith("x") else "unparseable")
+    assert rows[2]["reward_extra_info"]["judge_reason"] == reason
     assert_collates(rows)
 
 
-def test_where_the_whole_group_fails_each_row_keeps_its_rule_score(run: Run) -> None:
+def test_a_group_that_fails_as_a_whole_keeps_its_rule_scores(run: Run) -> None:
     rows = run([Answer("unratable #### 4", "a") for _ in range(4)])
     assert row_scores(rows) == [1.0] * 4
     assert_collates(rows)
@@ -136,40 +126,43 @@ def test_a_compute_score_that_raises_fails_its_row_alone(run: Run, caplog: pytes
     assert column(rows, "judge_reason") == ["", "compute_score", "judge_gate: the rule score is 0", "compute_score"]
     assert column(rows, "original_score") == [1.0, 0.5, 0.0, 0.5]
     assert_collates(rows)
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 2 and "ZeroDivisionError" in said[0] and "ConfigError" in said[1]
+    logged = [record.getMessage() for record in caplog.records]
+    assert len(logged) == 2 and "ZeroDivisionError" in logged[0] and "ConfigError" in logged[1]
 
 
-def test_a_failure_that_repeats_is_said_once_and_then_by_tens(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_that_repeats_is_logged_the_first_and_the_tenth_time(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.ERROR, LOGGER):
         run([Answer("boom", f"u{row // 4}") for row in range(40)], compute_score=moody)
     assert [record.args[1] for record in caplog.records if isinstance(record.args, tuple)] == [1, 10]
 
 
-def test_a_group_in_which_nothing_could_be_scored_is_no_signal_and_no_zero(run: Run) -> None:
+def test_a_group_without_any_rule_score_gets_the_mean_of_its_data_source_and_is_masked(run: Run) -> None:
     answers = [Answer(RIGHT, "a") for _ in range(4)] + [Answer("x boom", "b") for _ in range(4)]
     rows = run(answers, compute_score=moody, at_once=4)
-    assert row_scores(rows)[4:] == [1.0] * 4  # the mean of its data source so far, the same for all
+    assert row_scores(rows)[4:] == [1.0] * 4
     assert column(rows, "reward_mask")[4:] == [0] * 4
 
 
-def test_dicts_and_numbers_from_one_compute_score_collate(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("extra_keys", ["[]", "[pred,steps]"])
+def test_dicts_and_numbers_from_one_compute_score_collate_and_named_parts_are_reported(
+    run: Run, caplog: pytest.LogCaptureFixture, extra_keys: str
+) -> None:
     texts = ("x dict #### 4", RIGHT, "x long dict #### 5", "x boom")
-    rows = run([Answer(text, "a") for text in texts], compute_score=moody)
-    assert_collates(rows)
+    answers = [Answer(text, "a") for text in texts]
+    rows = run(answers, f"+reward.reward_kwargs.extra_keys={extra_keys}", compute_score=moody)
     assert column(rows, "acc") == [1.0, 1.0, 0.0, pytest.approx(2 / 3)]
-    assert "pred" not in rows[0]["reward_extra_info"]
-    assert any("pred, steps" in record.getMessage() for record in caplog.records)
+    if extra_keys == "[]":
+        assert_collates(rows)
+        assert "pred" not in rows[0]["reward_extra_info"]
+        assert any("pred, steps" in record.getMessage() for record in caplog.records)
+    else:
+        assert column(rows, "pred") == ["4", None, "5", None]
+        assert column(rows, "steps")[0] == str([1] * len(texts[0]))
 
 
-def test_parts_that_are_named_are_reported_for_every_row(run: Run) -> None:
-    texts = ("x dict #### 4", RIGHT, "x long dict #### 5", "x boom")
-    rows = run([Answer(t, "a") for t in texts], "+reward.reward_kwargs.extra_keys=[pred,steps]", compute_score=moody)
-    assert column(rows, "pred") == ["4", None, "5", None]
-    assert column(rows, "steps")[0] == str([1] * len(texts[0]))
-
-
-def test_a_group_that_never_completes_is_said_and_scored_without_the_penalty(
+def test_a_group_that_never_completes_is_logged_and_scored_without_the_penalty(
     run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
     lengths = (20, 20, 60)
@@ -185,7 +178,7 @@ def test_a_validation_row_does_not_wait_for_a_training_group(run: Run) -> None:
     assert column(rows, "group_complete") == [1, 1]
 
 
-def test_rows_without_a_split_are_taken_for_validation_when_no_more_come(
+def test_rows_without_a_split_count_as_validation_if_no_more_come(
     run: Run, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("freewheel.integrations.verl.settings.SETTLE_S", 0.3)
@@ -244,20 +237,20 @@ def test_a_judge_that_lacks_key_or_endpoint_is_off_and_the_log_names_the_remedy_
     assert message.startswith(start) and message.endswith("on every node (EMPTY for a server without keys)")
 
 
-def test_a_uid_that_comes_again_is_a_new_group(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_uid_that_is_used_again_is_a_new_group(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("freewheel.integrations.grouping.LATE_S", 0.0)
     answers = [Answer("x" * (length - 7) + " #### 4", "own") for length in (20, 20, 20, 20, 60, 60, 60, 60)]
     rows = run(answers, at_once=4)
     assert column(rows, "median_length") == [20.0] * 4 + [60.0] * 4 and row_scores(rows) == [1.7] * 8
 
 
-def test_rows_without_a_uid_are_scored_alone_and_it_is_said(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_without_a_uid_are_scored_alone_with_a_warning(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     rows = run([Answer(RIGHT, "a"), Answer(WRONG, "a")], drop=["uid"])
     assert row_scores(rows) == [1.7, 0.0]
     assert sum("no uid" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_a_failure_raises_where_on_failure_says_so(run: Run) -> None:
+def test_a_failure_raises_if_on_failure_is_raise(run: Run) -> None:
     with pytest.raises(RewardFailed, match="unparseable"):
         run([Answer("unratable #### 4", "a")], "+reward.reward_kwargs.length_penalty_config.on_failure=raise", n=1)
 
@@ -279,14 +272,10 @@ def test_an_async_compute_score_is_awaited(run: Run) -> None:
 # -- settings ---------------------------------------------------------------------------------------------------------
 
 
-def test_an_unknown_setting_is_refused_by_its_full_name(tokenizer_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"reward\.reward_kwargs\.group_deadline"):
-        Settings.of(verl_config(tokenizer_path, "+reward.reward_kwargs.group_deadline=5"))
-    with pytest.raises(ConfigError, match=r"length_penalty_config\.penalty"):
-        Settings.of(verl_config(tokenizer_path, "+reward.reward_kwargs.length_penalty_config.penalty=5"))
-
-
-def test_verls_own_reward_kwargs_are_left_alone(tokenizer_path: Path) -> None:
+def test_an_unknown_setting_is_refused_by_its_full_name_and_verls_own_are_accepted(tokenizer_path: Path) -> None:
+    for key in ("group_deadline", "length_penalty_config.penalty"):
+        with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
+            Settings.of(verl_config(tokenizer_path, f"+reward.reward_kwargs.{key}=5"))
     Settings.of(verl_config(tokenizer_path, "+reward.reward_kwargs.max_resp_len=5"))
 
 
@@ -304,26 +293,24 @@ def test_the_key_does_not_show_in_the_actors_name(tokenizer_path: Path) -> None:
     assert key is not None and key.reveal() == KEY, "the process that was given the key knows it"
 
 
-def test_a_key_as_text_does_not_reach_several_workers_and_the_remedy_is_said(
+def test_a_key_as_text_does_not_reach_several_workers_and_the_error_names_the_remedy(
     tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    def key_elsewhere(config: Any) -> str:
+        """The key that the actor has, in an environment like this one."""
+        key = pickle.loads(pickle.dumps(Settings.of(config))).length_penalty_config.key
+        return str(key.reveal())
+
     config = verl_config(tokenizer_path, *ours(NOWHERE, api_key=KEY), workers=2)
     with pytest.raises(ConfigError, match="set OPENAI_API_KEY in the environment") as caught:
         Settings.of(config)
     assert KEY not in str(caught.value)
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    there = pickle.loads(pickle.dumps(Settings.of(config)))
-    assert there.length_penalty_config.key.reveal() == KEY and not caplog.records
+    assert key_elsewhere(config) == KEY and not caplog.records
     monkeypatch.setenv("OPENAI_API_KEY", "another")
-    there = pickle.loads(pickle.dumps(Settings.of(config)))
-    assert there.length_penalty_config.key.reveal() == "another" and "the key in OPENAI_API_KEY is used" in caplog.text
-
-
-def test_the_key_of_a_server_without_keys_travels(tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OPENAI_API_KEY", KEY)  # which is not for this server
-    there = pickle.loads(pickle.dumps(Settings.of(verl_config(tokenizer_path, *ours(NOWHERE), workers=2))))
-    assert there.length_penalty_config.key.reveal() == "EMPTY"
+    assert key_elsewhere(config) == "another" and "the key in OPENAI_API_KEY is used" in caplog.text
+    keyless = verl_config(tokenizer_path, *ours(NOWHERE), workers=2)
+    assert key_elsewhere(keyless) == "EMPTY", "the environment's key is not for a server without keys"
 
 
 def test_a_config_may_be_yaml_and_no_error_shows_its_text(tokenizer_path: Path, tmp_path: Path) -> None:
@@ -352,7 +339,7 @@ def test_a_groups_size_follows_the_rows_split(tokenizer_path: Path, split: str |
     assert settings.sizes(split) == sizes and settings.settle_s == SETTLE_S
 
 
-async def test_a_step_with_more_rows_than_the_workers_hold_is_said(
+async def test_a_step_with_more_rows_than_the_workers_hold_is_a_warning(
     tokenizer: PreTrainedTokenizerFast, tokenizer_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     FreewheelRewardManager(verl_config(tokenizer_path, "data.train_batch_size=1024", n=8), tokenizer, None)

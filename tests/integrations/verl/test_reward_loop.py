@@ -13,13 +13,15 @@ import numpy as np
 import pytest
 import ray
 import torch
-from transformers import PreTrainedTokenizerFast
 from verl.experimental.reward_loop import RewardLoopManager
 from verl.trainer.ppo.metric_utils import process_validation_metrics
 
 from freewheel.judge.testing import JudgeProfile, MockJudge, RunningJudge
 
 from .stage import (
+    FUNCTIONS,
+    LENGTHS,
+    WITH_PENALTY,
     Answer,
     DataProto,
     actor_names,
@@ -35,7 +37,6 @@ from .stage import (
 
 pytestmark = [pytest.mark.verl, pytest.mark.filterwarnings("ignore")]
 
-FUNCTIONS = Path(__file__).with_name("scoring_functions.py")
 KEYS = {
     "acc",
     "original_score",
@@ -49,6 +50,9 @@ KEYS = {
     "judge_reason",
     "group_complete",
 }
+
+
+Behave = Callable[..., None]
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +79,7 @@ def loop(ray_session: None, tokenizer_path: Path, judge: RunningJudge) -> Iterat
 
 
 @pytest.fixture
-def behave(judge: RunningJudge) -> Callable[..., None]:
+def behave(judge: RunningJudge) -> Behave:
     def behave(**profile: Any) -> None:
         judge.reset(JudgeProfile(**{"scores": {"unratable": "no idea", "x": "7"}, **profile}))
 
@@ -87,13 +91,8 @@ def table_actors() -> list[str]:
     return [name for name in actor_names() if name.startswith("freewheel-rewards-")]
 
 
-# Lengths 20, 20, 30, 40 have the median 25: 20 and 30 are within 30% of it, and 40 lies beyond 50%.
-LENGTHS = (20, 20, 30, 40)
-WITH_PENALTY = [1.7, 1.7, 1.7, 0.7]
-
-
 def test_a_group_has_one_median_though_its_rows_are_in_two_processes(
-    loop: RewardLoopManager, behave: Callable[..., None], tokenizer: PreTrainedTokenizerFast
+    loop: RewardLoopManager, behave: Behave, tokenizer: Any
 ) -> None:
     # Interleaved, each half of the batch holds a half of every group.
     answers = [Answer(text_of(length), uid) for length in LENGTHS for uid in "abcdef"]
@@ -104,35 +103,35 @@ def test_a_group_has_one_median_though_its_rows_are_in_two_processes(
 
 
 def test_rows_that_fail_neither_end_the_run_nor_are_zero_nor_break_the_collation(
-    loop: RewardLoopManager, behave: Callable[..., None], tokenizer: PreTrainedTokenizerFast
+    loop: RewardLoopManager, behave: Behave, tokenizer: Any
 ) -> None:
     texts = ("x #### 4", "unratable #### 4", "x boom", "x dict #### 4")
     answers = [Answer(text, uid) for text in texts for uid in ("fail-1", "fail-2")]
     result = loop.compute_rm_score(rollouts(tokenizer, answers))
-    told = columns(result)
-    assert set(told) == KEYS
-    assert told["judge_status"] == ["scored"] * 2 + ["failed"] * 4 + ["scored"] * 2
+    reported = columns(result)
+    assert set(reported) == KEYS
+    assert reported["judge_status"] == ["scored"] * 2 + ["failed"] * 4 + ["scored"] * 2
     assert all(score > 0 for score in scores(result))
     for group in (0, 1):
         good = [scores(result)[row] for row in (group, 6 + group)]
         assert scores(result)[2 + group] == scores(result)[4 + group] == pytest.approx(np.mean(good), abs=1e-4)
-    assert told["reward_mask"] == [1, 1, 0, 0, 0, 0, 1, 1]
+    assert reported["reward_mask"] == [1, 1, 0, 0, 0, 0, 1, 1]
 
 
 def test_validation_metrics_of_failed_rows_are_the_mean_of_the_others(
-    loop: RewardLoopManager, behave: Callable[..., None], tokenizer: PreTrainedTokenizerFast
+    loop: RewardLoopManager, behave: Behave, tokenizer: Any
 ) -> None:
     answers = [Answer(text, "metrics") for text in ("x #### 4", "unratable #### 4", "x boom", "x #### 4")]
-    told = columns(loop.compute_rm_score(rollouts(tokenizer, answers)))
-    metrics = process_validation_metrics(["gsm8k"] * 4, ["metrics"] * 4, told)["gsm8k"]
+    reported = columns(loop.compute_rm_score(rollouts(tokenizer, answers)))
+    metrics = process_validation_metrics(["gsm8k"] * 4, ["metrics"] * 4, reported)["gsm8k"]
     assert metrics["openai_quality_reward"]["mean@4"] == pytest.approx(0.7)
     assert metrics["acc"]["mean@4"] == 1.0
     assert metrics["reward_mask"]["mean@4"] == 0.5
     assert all(np.isfinite(value) for variable in metrics.values() for value in variable.values())
 
 
-def test_rows_that_verl_adds_to_fill_a_batch_up_change_nothing(
-    loop: RewardLoopManager, behave: Callable[..., None], tokenizer: PreTrainedTokenizerFast
+def test_rows_that_verl_adds_to_fill_a_batch_change_nothing(
+    loop: RewardLoopManager, behave: Behave, tokenizer: Any
 ) -> None:
     # Five rows for two workers: verl adds a copy of the first, which is then one row too many in its group.
     answers = [Answer(text_of(length), "filled") for length in LENGTHS]
@@ -142,8 +141,8 @@ def test_rows_that_verl_adds_to_fill_a_batch_up_change_nothing(
     assert scores(result)[4] == 1.7 and len(scores(result)) == 5
 
 
-def test_rows_whose_actor_dies_are_asked_again_and_get_their_rewards(
-    loop: RewardLoopManager, behave: Callable[..., None], judge: RunningJudge, tokenizer: PreTrainedTokenizerFast
+def test_rows_whose_actor_dies_are_sent_again_and_get_their_rewards(
+    loop: RewardLoopManager, behave: Behave, judge: RunningJudge, tokenizer: Any
 ) -> None:
     behave(latency_s=1.5)
     answers = [Answer(text_of(length), uid) for length in LENGTHS for uid in "ghij"]
@@ -159,7 +158,7 @@ def test_rows_whose_actor_dies_are_asked_again_and_get_their_rewards(
 
 
 def test_rows_as_verls_agent_loop_sends_them_meet_and_collate(
-    loop: RewardLoopManager, behave: Callable[..., None], tokenizer: PreTrainedTokenizerFast
+    loop: RewardLoopManager, behave: Behave, tokenizer: Any
 ) -> None:
     """Through the agent loop's own `_compute_score` and `_postprocess`: a call a row, to a worker chosen at random."""
     for undeclared in ("cachetools", "uvicorn"):
@@ -186,8 +185,8 @@ def test_rows_as_verls_agent_loop_sends_them_meet_and_collate(
         output = AgentLoopOutput(
             prompt_ids=prompt, response_ids=response, response_mask=[1] * len(response), metrics=AgentLoopMetrics()
         )
-        told = {key: values[row] for key, values in batch.non_tensor_batch.items()}
-        await AgentLoopWorker._compute_score(worker, [output], told)
+        reported = {key: values[row] for key, values in batch.non_tensor_batch.items()}
+        await AgentLoopWorker._compute_score(worker, [output], reported)
         ids = batch.batch[row : row + 1]
         return _InternalAgentLoopOutput(
             prompt_ids=ids["prompts"],

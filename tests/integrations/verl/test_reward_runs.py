@@ -1,4 +1,4 @@
-"""freewheel in verl's real reward loop, each run with actors of its own: what is left of it, and what holds it up."""
+"""freewheel in verl's real reward loop, each run with separate actors: incomplete groups, odd results, and its end."""
 
 from __future__ import annotations
 
@@ -10,13 +10,22 @@ import pytest
 
 from freewheel.judge.testing import JudgeProfile, MockJudge, RunningJudge
 
-from .stage import Answer, columns, ours, reward_loop, rollouts, scores, text_of, until, verl_config
+from .stage import (
+    FUNCTIONS,
+    LENGTHS,
+    WITH_PENALTY,
+    Answer,
+    columns,
+    ours,
+    reward_loop,
+    rollouts,
+    scores,
+    text_of,
+    until,
+    verl_config,
+)
 
 pytestmark = [pytest.mark.verl, pytest.mark.filterwarnings("ignore")]
-
-FUNCTIONS = Path(__file__).with_name("scoring_functions.py")
-LENGTHS = (20, 20, 30, 40)
-WITH_PENALTY = [1.7, 1.7, 1.7, 0.7]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +46,7 @@ def test_a_group_that_never_completes_does_not_end_the_run(
     assert columns(result)["group_complete"] == [0] * 3 + [1] * 4 + [0]
 
 
-def test_a_compute_score_whose_dict_does_not_pickle_holds_up_nobody(
+def test_a_compute_score_whose_dict_does_not_pickle_is_scored_all_the_same(
     ray_session: None, judge: RunningJudge, tokenizer: Any, tokenizer_path: Path
 ) -> None:
     settings = [f"reward.custom_reward_function.path={FUNCTIONS}", "reward.custom_reward_function.name=unpicklable"]
@@ -55,16 +64,16 @@ def test_nothing_is_left_of_a_run_whose_workers_are_killed(
     ray_session: Path, judge: RunningJudge, tokenizer: Any, tokenizer_path: Path
 ) -> None:
     config = verl_config(tokenizer_path, *ours(judge.url, reward_coefficient=0.2), workers=2)
-    until(lambda: not _engines(ray_session))
+    before = _engines(ray_session)
     with reward_loop(config) as loop:
         loop.compute_rm_score(rollouts(tokenizer, [Answer(text_of(length), "a") for length in LENGTHS]))
-        assert len(_engines(ray_session)) == 1, "one engine for both workers"
-    until(lambda: not _engines(ray_session))
+        assert len(_engines(ray_session) - before) == 1, "one engine for both workers"
+    until(lambda: not _engines(ray_session) - before)
 
 
-def _engines(folder: Path) -> list[int]:
+def _engines(folder: Path) -> set[int]:
     """Processes of this Ray in which a judge's engine runs."""
-    found = []
+    found = set()
     for process in Path("/proc").iterdir():
         if process.name.isdigit():
             try:
@@ -72,5 +81,5 @@ def _engines(folder: Path) -> list[int]:
             except OSError:
                 continue  # it ended meanwhile
             if b"freewheel.judge.transport" in command and str(folder).encode() in environment:
-                found.append(int(process.name))
+                found.add(int(process.name))
     return found

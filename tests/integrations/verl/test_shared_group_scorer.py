@@ -30,28 +30,6 @@ def row(number: int, uid: str, **more: Any) -> Row:
     return Row(sample=Sample("", 10, uid), **given)
 
 
-async def test_batches_are_scored_one_after_the_other(ray_session: None) -> None:
-    scorer = SharedGroupScorer(settings("turns"))
-    for turn in range(3):
-        answers = await asyncio.gather(*(scorer.reward(row(number, f"turn {turn}")) for number in range(2)))
-        assert [answer["reward_score"] for answer in answers] == [1.0, 1.0]
-
-
-async def test_rows_that_wait_while_the_actor_dies_are_sent_again(
-    ray_session: None, caplog: pytest.LogCaptureFixture
-) -> None:
-    scorer = SharedGroupScorer(settings("dies"))
-    first = asyncio.ensure_future(scorer.reward(row(0, "u")))
-    while scorer._actor is None:
-        await asyncio.sleep(0.05)
-    await asyncio.sleep(0.5)
-    ray.kill(scorer._actor)
-    second = await scorer.reward(row(1, "u"))
-    assert (await first)["reward_score"] == second["reward_score"] == 1.0
-    assert second["reward_extra_info"]["group_complete"] == 1
-    assert "rows are sent again" in caplog.text
-
-
 async def test_an_actor_that_keeps_dying_is_given_up(
     ray_session: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
