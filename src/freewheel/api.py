@@ -313,13 +313,13 @@ def drive(request: RunRequest, shown: Any) -> RunResult:
 
 def _make_main(request: RunRequest, shown: Any) -> FullyAsyncMain:
     """Plan the run on this machine. Raises the first problem that would prevent it."""
-    from freewheel.dashboard.web.child import page_of
+    from freewheel.dashboard.web.child import page_for_run
     from freewheel.runtime.main import FullyAsyncMain
     from freewheel.runtime.start import make_plan
 
     plan = make_plan(request.config)
     plan.check()
-    served = partial(page_of, request.config, shown)
+    served = partial(page_for_run, request.config, shown)
     return FullyAsyncMain(
         config=request.config, plan=plan, resume=request.resume, changed=request.changed, view=shown, alongside=served
     )

@@ -122,9 +122,9 @@ def test_each_row_is_answered_exactly_once_and_in_time(steps: list[tuple[object,
     done_at: dict[int, float] = {}
 
     def take(closed: Closed[int]) -> None:
-        beside = closed.rows[: -closed.unanswered]
-        assert all(clock.now - done_at[row] < LATE_S for row in beside), "measured by a group of long ago"
-        assert closed.late or not beside
+        earlier = closed.rows[: -closed.unanswered]
+        assert all(clock.now - done_at[row] < LATE_S for row in earlier), "measured by a group of long ago"
+        assert closed.late or not earlier
         done.extend(answered(closed))
         done_at.update(dict.fromkeys(answered(closed), clock.now))
         assert len(closed.rows) >= closed.unanswered >= 1

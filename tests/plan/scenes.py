@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from freewheel.plan.scene import Beside, Generation, HandOver, Lognormal, Measured, Scene, Scores, Training, Weights
+from freewheel.plan.scene import Generation, HandOver, Lognormal, Measured, Scene, Scores, Slowdown, Training, Weights
 from freewheel.queue.staleness import Bounds
 
 INSTANT = HandOver(linger_s=0.0)
@@ -93,6 +93,6 @@ scenes = st.builds(
     hand_over=st.builds(
         HandOver, message_s=st.floats(0, 0.05), linger_s=st.floats(0, 0.1), interval_s=st.sampled_from([0.0, 0.1])
     ),
-    beside=st.builds(Beside, generation=st.floats(1, 2), training=st.floats(1, 2)),
+    slowdown=st.builds(Slowdown, generation=st.floats(1, 2), training=st.floats(1, 2)),
 )
 """Small scenes of any kind."""

@@ -410,7 +410,7 @@ def test_a_replaced_checkpoint_counts_as_a_checkpoint(run_dir: Path):
     write_state(aside, STATE, {})
     resume(str(run_dir), [])
     aside.with_suffix("").mkdir()
-    resume(str(run_dir), [])  # beside a damaged one
+    resume(str(run_dir), [])  # next to a damaged one
     with pytest.raises(ConfigError, match="the run is at step 20 already"):
         resume(str(run_dir), ["trainer.total_steps=3"])
 

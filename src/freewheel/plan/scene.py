@@ -6,7 +6,7 @@
            ├─ training      the time of a step
            ├─ weights       the time of a sync
            ├─ hand-over     the time of a message between components
-           └─ beside        how much both sides slow each other down on shared hardware
+           └─ slowdown      how much both sides slow each other down on shared hardware
 
 `clusters` makes scenes. Draws are frozen descriptions of distributions; `stream` turns one into numbers from a seeded
 generator, so equal seeds give equal runs.
@@ -200,7 +200,7 @@ class HandOver:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beside:
+class Slowdown:
     """Factors by which each side slows down while the other works: they share cores or a GPU."""
 
     generation: float = 1.0
@@ -222,7 +222,7 @@ class Scene:
     training: Training
     weights: Weights = field(default_factory=Weights)
     hand_over: HandOver = field(default_factory=HandOver)
-    beside: Beside = field(default_factory=Beside)
+    slowdown: Slowdown = field(default_factory=Slowdown)
     window: tuple[int, int] | None = None
     """Steps to measure between. None: leave out what fills and empties the pipeline."""
 
