@@ -4,7 +4,7 @@
       │ rows, model objects: private files in the run directory                                 │
       └ functions, classes: in memory only, named `in_memory:NAME` in config.yaml               └─▶ Run
 
-A run happens in the calling thread where that can handle Ctrl-C, else in a separate thread: in a notebook, whose main
+A run uses the calling thread if that can handle Ctrl-C. Otherwise it uses a separate thread: in a notebook, whose main
 thread has an event loop, and in the background. Importing this module imports nothing heavy.
 """
 
@@ -53,7 +53,7 @@ ROWS_TASK = "rows"
 """The task that reads rows as they are given."""
 OWN_FILES = {"data.train": "data/train.jsonl", "data.eval": "data/eval.jsonl", "model.path": "model",
              "model.tokenizer": "tokenizer"}  # fmt: skip
-"""Where a run directory keeps what was given as Python objects."""
+"""The folder of a run directory for rows and models that were given as Python objects."""
 SHOWN_ERROR_CHARS = 500
 
 
@@ -149,8 +149,8 @@ def evaluate(
 
     `model`: what `train` takes, a `Run`, or a run's folder. `data`: what `train` takes; without it, the run's held-out
     rows or those of `task`. `prompts`: how many rows (all rows given in Python, else 128). `samples`: responses to each
-    (1). `temperature`: of sampling (0, the likeliest token each time). The reward function scores alone, without judge
-    and length penalty.
+    (1). `temperature`: of sampling (0, the likeliest token each time). Only the reward function scores: no judge and no
+    length penalty.
     """
     from freewheel.runtime.config_files import compose
     from freewheel.runtime.evaluation import eval_config, find_target
@@ -255,7 +255,7 @@ class Run:
         show: Show | None = None,
     ) -> Run:
         """Continue in the same folder, for example with `{"trainer.total_steps": 200}`, without skipping or repeating a
-        prompt. In another process than the one that started the run, give a reward that is in no file again."""
+        prompt. In a process other than the one that started the run, pass a reward again if it is not in a file."""
         from freewheel.runtime.start import find_local_modules, resume
 
         find_local_modules()
@@ -272,7 +272,7 @@ class Run:
         """Wait for a run in the background and return it. Raises what `train` would. A run that has not ended
         after `timeout_s` is returned as it is."""
         if self._live is not None and futures.wait([self._live.end], timeout_s).done:
-            self._live.end.result()  # raises what kept the run from starting
+            self._live.end.result()  # raises the error that prevented the start
             if self.status == "failed":
                 raise RunFailed(self, self.error)
         return self
@@ -464,7 +464,8 @@ def _named_inputs(
 
 
 def _name_object(key: str, value: Any, objects: dict[str, Any]) -> str:
-    """`module:name` of an object. What other processes cannot import by name is kept in memory and travels by value."""
+    """`module:name` of an object. An object that other processes cannot import by name is kept in memory and sent by
+    value."""
     if isinstance(value, str):
         return value
     named = value if hasattr(value, "__qualname__") else type(value)
@@ -541,7 +542,7 @@ class _OwnFiles:
                 value.save_pretrained(private_folder(path))
 
     def discard(self) -> None:
-        """Remove what was written, unless a run has begun there."""
+        """Remove what `write` created, unless a run has started there."""
         if self._folder is None or (self._folder / CONFIG).exists():
             return
         for key in self.given:

@@ -1,4 +1,4 @@
-"""The terminal view: what it shows, how it draws, when it falls silent, and that the terminal is whole afterwards."""
+"""The terminal view: what it shows, how it draws, when it stops writing, and that the terminal is whole afterwards."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_on_a_good_machine_every_check_is_ok_and_nothing_is_left(elsewhere):
 @pytest.mark.parametrize(
     ("total", "free", "code", "summary"),
     [
-        (64, 64, 0, "Nothing stands in the way of a run."),
+        (64, 64, 0, "No problem found."),
         (64, 0, 0, "1 warning: a run may work."),
         (1, 0, 1, "1 problem, 0 warnings: a run would fail."),
     ],

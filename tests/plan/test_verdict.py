@@ -121,7 +121,7 @@ def judge(**measured):
         (JUDGED, judge(), "(its rate was not measured) could"),
         (JUDGED, judge(per_s=47.4), "raising its rate limit to 90/s could lift"),
         (JUDGED, Scoring(per_s=500.0, held_back=1.0), "raising reward.concurrency or reward.workers for 951/s would"),
-        (({"wait_batch": 1.0}, {"wait_reward": 1.0}), None, "not known: no other part has been seen at work"),
+        (({"wait_batch": 1.0}, {"wait_reward": 1.0}), None, "not no remedy is known, because no other part has worked yet"),
         # the judge's limit is in use while a few groups are in generation
         (
             FEW_GROUPS,

@@ -43,7 +43,7 @@ _WHAT, _WORK, _SHOW = "What is planned", "The work", "Output"
 
 def _finite(value: float | None) -> float | None:
     if value is not None and not math.isfinite(value):
-        raise typer.BadParameter(f"{value} is no amount: give a finite number")
+        raise typer.BadParameter(f"{value} is not an amount: give a finite number")
     return value
 
 
@@ -174,7 +174,7 @@ def _show(planned: Planned, rows: list[Row], scaled: list[Row], *, price: float 
         return
     parts = [_title(planned), "", report.table(rows, price=price), "", report.summary(rows)]
     if scaled:
-        parts += ["", "With as many groups a step for each accelerator:", "", report.scaling_table(scaled)]
+        parts += ["", "With groups per step in proportion to the accelerators:", "", report.scaling_table(scaled)]
     print_text("\n".join([*parts, "", report.explained([*rows, *scaled])]))
 
 

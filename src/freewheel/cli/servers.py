@@ -88,7 +88,8 @@ def serve(
 
 
 def _refuse_itself(settings: JudgeConfig, port: int) -> None:
-    """Refuse the gateway's own address as the judge's, as an environment may give it: it would ask itself forever."""
+    """Refuse the gateway's own address as the judge's: the gateway would ask itself forever. An environment variable
+    may hold that address."""
     from freewheel.utils.http import is_loopback
 
     for endpoint in settings.endpoints:

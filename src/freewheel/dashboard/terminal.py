@@ -4,7 +4,7 @@
                    ├─ say(text)    above the panel, kept
                    └─ finish(snapshot, summary)
 
-Showing a run never ends it: if the terminal closes or the reader of a pipe leaves, the view falls silent. `with view()
+Showing a run never ends it: if the terminal closes or the reader of a pipe leaves, the view stops writing. `with view()
 as shown:` restores the terminal however the run ends. `sparkline` and `curve` draw numbers as text, in plain ASCII on
 request.
 """
@@ -136,7 +136,7 @@ CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)
 
 
 class View:
-    """Shows a run. A view can be closed twice, and falls silent instead of raising."""
+    """Shows a run. A view can be closed twice. If it cannot write, it stops writing and does not raise."""
 
     def __init__(self, file: IO[str]) -> None:
         encoding: str | None = getattr(file, "encoding", None)  # a file without one, such as StringIO, has no limit

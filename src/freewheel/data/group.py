@@ -4,7 +4,7 @@
                                              encoded once ┘                    decoded once ┘
 
 A group is ragged: the tokens of all responses lie one after the other, and `lengths` says where each ends. A padded
-`DataProto` is made only for code of the user (`freewheel.data.padded`). Needs no torch.
+`DataProto` is made only for the user's code (`freewheel.data.padded`). Needs no torch.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ def _check_prompts(rows: Array, prompt: Prompt, where: str) -> None:
     size = len(prompt.tokens)
     if rows.shape[1] < size or (rows[:, rows.shape[1] - size :] != prompt.tokens).any():
         raise DataError(
-            f"{where} has other prompts than it received: leave them unchanged, and put additions into responses"
+            f"{where} has changed the prompts that it received: leave them unchanged, and put additions into responses"
         )
 
 

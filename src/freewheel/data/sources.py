@@ -54,7 +54,7 @@ def load_rows(path: str | Path, *, split: str | None = None, name: str | None = 
 
 
 def is_on_hub(path: str | Path) -> bool:
-    """Return whether `path` is no local file but may be the name of a dataset on the hub."""
+    """Return whether `path` is not a local file but may be the name of a dataset on the hub."""
     here = Path(path).expanduser().exists()
     return not here and not str(path).endswith(KNOWN) and HUB_ID.fullmatch(str(path)) is not None
 
@@ -150,7 +150,7 @@ def _saved_dataset(path: Path, split: str | None) -> Iterator[dict[str, Any]]:
 
 
 def _hub(path: str, split: str | None, name: str | None) -> Iterator[dict[str, Any]]:
-    module = _optional("datasets", f"{path!r}, which is no file here and was taken for a dataset on the hub,")
+    module = _optional("datasets", f"{path!r}, which is not a local file and was taken for a dataset on the hub,")
     try:
         loaded = module.load_dataset(path, name, split=split or "train")
     except (OSError, ValueError, RuntimeError) as error:

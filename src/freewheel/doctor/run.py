@@ -59,7 +59,7 @@ def list_checks(
 
     def read() -> list[Finding]:
         nonlocal run
-        with redirect_stdout(sys.stderr):  # whatever a module of the user's prints
+        with redirect_stdout(sys.stderr):  # the user's modules may print
             run = read_run(overrides, config_path, config_name)
         return run.findings
 

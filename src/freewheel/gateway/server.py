@@ -465,7 +465,7 @@ class Gateway:
             "status": "draining" if self._draining else "ok",
             "judge": "up" if any(one.up for one in endpoints) else "down",
         }
-        if self._door.knows(request.headers):  # the judge's address and messages are not for strangers
+        if self._door.knows(request.headers):  # only trusted clients may see the judge's address and messages
             names = ("up", "url", "model", "in_flight", "limit", "breaker", "halted")
             health["endpoints"] = [{name: getattr(one, name) for name in names} for one in endpoints]
         status = HTTPStatus.SERVICE_UNAVAILABLE if self._draining else HTTPStatus.OK

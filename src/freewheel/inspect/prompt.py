@@ -105,7 +105,7 @@ def follow(run: Run, ordinal: int) -> GroupLife:
         state = "taken" if step else "queued" if stored else "failed" if failures else "open"
     if group is None and state in ("trained", "ended"):
         notes.append(
-            "its data is dropped, since a checkpoint covers it: only step, version and time are known "
+            "its data is dropped, because a checkpoint covers it: only step, version and time are known "
             "(journal.keep_groups says how many of the last groups are kept)"
         )
     if group is None and state in ("abandoned", "failed"):

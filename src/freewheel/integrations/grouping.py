@@ -38,7 +38,7 @@ class Closed(Generic[T]):
     whole: bool
     """All rows are there, so their median is the group's."""
     late: bool = False
-    """The rows came after rows of this key had been answered, and are not a group of their own."""
+    """The rows came after rows of this key had been answered, and do not form a new group."""
 
 
 @dataclass

@@ -149,7 +149,8 @@ class JudgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     api_key_env: Text | None = "OPENAI_API_KEY"
     """The environment variable with the key, if `api_key` is not given. None, or an unset variable: no key is sent."""
     concurrency: int | str = "auto"
-    """`auto` finds the judge's own limit, from `concurrency_start` upwards. An integer bounds it. `fixed:N` keeps N."""
+    """Requests in flight at the judge. `auto` (default) finds the limit, from `concurrency_start` upwards. An integer
+    bounds it. `fixed:N` keeps N."""
     concurrency_start: Count = START
     """Concurrency limit at the first use of a judge. It adapts from there."""
     temperature: NotNegative | None = 0.0

@@ -1,9 +1,9 @@
 """How many requests may be in flight at a judge: learned from its refusals and from its throughput.
 
-The best concurrency is unknown, differs by a factor of a hundred between judges, and moves. Two signals show it: the
-judge refuses (429), or more requests in flight no longer give more replies. The limiter grows until it meets one of
-them, steps back a little, stays there, and tries again from time to time, as CUBIC does for a network path.
-The engine calls it when a request is sent and when it ends. It is pure: the caller passes the time.
+The best concurrency is unknown, differs by a factor of a hundred between judges, and changes over time. Two signals
+show it: the judge refuses (429), or more requests in flight no longer give more replies. The limiter grows until it
+meets one of them, steps back a little, stays there, and tries again from time to time, as CUBIC does for a network
+path. The engine calls it when a request is sent and when it ends. It is pure: the caller passes the time.
 
     sent ──▶ Ticket ──▶ succeeded   grows the limit; every 32 successes give the throughput at this level
                    ├──▶ throttled   the level is too high: one cut per epoch, to the accepted level

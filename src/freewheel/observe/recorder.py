@@ -362,7 +362,7 @@ class Recorder:
         try:
             sink.write(kind, step, values)
             return
-        except Exception as error:  # noqa: BLE001  # other people's code; training goes on without it
+        except Exception as error:  # noqa: BLE001  # other people's code; training continues without it
             log.warning("%s is switched off: %s: %s. Training continues", _name(sink), type(error).__name__, error)
         self._sinks.remove(sink)
         _close(sink, logging.DEBUG)

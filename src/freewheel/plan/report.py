@@ -68,7 +68,7 @@ def summary(rows: Sequence[Row]) -> str:
     return (
         f"Best: {row.trainers:,} to train and {row.generators:,} to generate "
         f"({row.replicas:,} replica{'s' * (row.replicas != 1)}): "
-        f"{_number(row.samples_per_s)} samples/s, a step each {_seconds(row.outcome.step_s)}, "
+        f"{_number(row.samples_per_s)} samples/s, one step per {_seconds(row.outcome.step_s)}, "
         f"lag {row.outcome.lag_mean:.1f} versions (at most {row.outcome.lag_max}).\n"
         f"{row.verdict[0].upper()}{row.verdict[1:]}."
     )

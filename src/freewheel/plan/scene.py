@@ -90,7 +90,7 @@ Draw = Lognormal | Measured
 
 
 def stream(draw: Draw, rng: np.random.Generator) -> Iterator[float]:
-    """Yield values for ever."""
+    """Yield values forever."""
     while True:
         yield from draw.block(rng, BLOCK).tolist()
 

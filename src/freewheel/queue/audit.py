@@ -1,4 +1,4 @@
-"""Audits a run: does every prompt end once, and was nothing trained that was too old? Read-only.
+"""Audits a run: did every prompt end once, and was every trained group fresh enough? Read-only.
 
     journal: stored, failures, abandoned, steps ┐
     checkpoints: frontiers ─────────────────────┴─▶ a state for every ordinal, and contradictions

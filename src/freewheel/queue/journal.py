@@ -1,4 +1,4 @@
-"""The journal: scored groups and what became of them, in one SQLite file that outlives every process of a run.
+"""The journal: scored groups and what happened to them, in one SQLite file that outlives every process of a run.
 
     MessageQueue ── write(events) ─▶ JournalWriter ── thread: one transaction of all that waits ─▶ Journal.append
                  ◀── future: durable ───────┘                                                          │

@@ -274,7 +274,7 @@ class StalenessPolicy:
         return self.version
 
     def publish(self, version: int) -> None:
-        """Every engine in use holds `version`: free the slots of the groups that went into it."""
+        """`ParameterSynchronizer` has published `version`: free the slots of the groups that went into it."""
         assert version <= self.version, f"version {version} is not trained yet"
         self.published = max(self.published, version)
         self._knows_published = True

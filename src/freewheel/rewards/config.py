@@ -83,8 +83,8 @@ class LengthPenaltyConfig:
     enable_openai_reward: bool | None = None
     """Judge on. None: on if a key is given."""
     api_key: Secret | None = None
-    """The judge's key; text is taken as well. None: `OPENAI_API_KEY`, but only where `api_endpoint` is given. A server
-    that needs no key takes any: `EMPTY`."""
+    """The judge's key; text is accepted. None: `OPENAI_API_KEY`, but only where `api_endpoint` is given. For a server
+    that needs no key, give `EMPTY`."""
     model_name: str = DEFAULT_MODEL
     """The judge's model name at its endpoint."""
     api_endpoint: str = DEFAULT_ENDPOINT

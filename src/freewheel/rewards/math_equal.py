@@ -135,7 +135,7 @@ class _Comparer:
                 if ends[-1] == TIME_IS_OVER or (len(ends) == TRIES and CRASHES.issuperset(ends)):
                     log.debug("comparing %.200r with %.200r ended its process (exit code %s)", answer, truth, ends[-1])
                     return None
-        how = "was broken off by close()"
+        how = "was interrupted by close()"
         if self._interrupted == interrupted:
             how = f"ended its processes (exit codes {ends})"
         raise ComparisonFailed(f"comparing {answer[:200]!r} with {truth[:200]!r} {how}")

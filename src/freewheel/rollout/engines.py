@@ -107,7 +107,7 @@ class EngineFactory:
     """Makes engines of one kind. The defaults suit an engine that runs the model in the rollouter's process."""
 
     transports: tuple[Transport, ...] = ("object_store", "ipc")
-    """Ways of the weights that the engine supports."""
+    """Weight transports that the engine supports."""
     has_check = False
     """Whether `check` finds problems that `check_options` and `require` cannot."""
 

@@ -119,7 +119,7 @@ Score = Callable[[Prompt, Response], Awaitable[Verdict]]
 
 
 def held_out_score(runner: FunctionRunner, decode: Callable[[Array], str]) -> Score:
-    """Score with the reward function alone, without judge and length penalty: a measurement must not move with them.
+    """Score with the reward function alone. The judge and the length penalty would change the measurement.
 
     A call that hangs costs only its own score.
     """

@@ -298,7 +298,7 @@ class _Child:
 
 
 def _serve(stream: io.BufferedRWPair) -> None:
-    """Run in the child: receive the function, then calls, until the parent hangs up."""
+    """Run in the child: receive the function, then calls, until the parent closes the pipe."""
 
     def answer(found: str | Verdicts) -> None:
         data = pickle.dumps(found)
@@ -318,7 +318,7 @@ def _main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # they go to the whole process group; the parent handles them
     file, parent_pid = map(int, sys.argv[1:])
-    end_with(parent_pid)  # a parent that was killed hangs up, but a busy child does not see that
+    end_with(parent_pid)  # the pipe of a killed parent closes, but a busy child does not notice
     with contextlib.suppress(EOFError, OSError), socket.socket(fileno=file).makefile("rwb") as stream:
         _serve(stream)
 

@@ -189,7 +189,7 @@ class Rollouter:
     # -- one group ----------------------------------------------------------------------------------------------------
 
     async def _process(self, ticket: Ticket) -> None:
-        """Bring a ticket to its one end: put, abandoned or failed."""
+        """Process a ticket until its group is put, abandoned or failed, exactly once."""
         try:
             group = await self._make_group(ticket)
             encoded = EncodedGroup.of(group)  # a row that cannot be encoded is the prompt's failure
@@ -440,7 +440,7 @@ class Outbox:
 
 
 def sample_of(group: PromptGroup, *, replica: str, decode: Callable[[Array], str], wall_s: float) -> dict[str, Any]:
-    """Return a group as text for `freewheel.observe.samples`. docs/traces.md describes the format."""
+    """Return a group as text for `freewheel.observe.samples`. docs/dashboard.md describes the format."""
     responses = []
     for response in map(group.response, range(len(group))):
         verdict = response.verdict

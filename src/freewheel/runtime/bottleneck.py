@@ -1,4 +1,4 @@
-"""What holds a run up, in one sentence with a number: the verdict. Pure, without a clock.
+"""What limits a run, in one sentence with a number: the verdict. Pure, without a clock.
 
     capacities (groups per second, each part alone) ─┬─ streaming: the least of them
                                                      └─ in turns: one over the sum of their times
@@ -8,7 +8,7 @@
     what was scored per second  ├─ verdict ─▶ judge-bound: 62% of trainer time waits for verdicts; raising its rate
     the judge's limit           ┘             limit to 90/s would lift throughput 1.9x, where generation is the limit
 
-Each part is charged with the time that others stood still because of it. The largest charge names the bottleneck:
+Each part is charged with the time that others waited for it. The largest charge names the bottleneck:
 
     sync         the trainer's `pack`, or rollouters' `load_weights` within the trainer's `wait_batch`: the larger one
     save         the trainer's `save`, as far as it did nothing else meanwhile
@@ -40,7 +40,7 @@ from freewheel.judge.stats import is_up
 from freewheel.observe.spans import shares
 
 LEAST_SHARE = 0.01
-"""A part with a smaller busy share was hardly seen at work, so its capacity is unknown."""
+"""A part with a smaller busy share has hardly worked, so its capacity is unknown."""
 
 
 def streaming(capacities: Mapping[str, float]) -> tuple[str, float]:
@@ -103,7 +103,7 @@ _ROUGH = 1.15
 """Larger factors are shown with one decimal."""
 _FAILING = 0.9
 """With this share of responses without a score, a run is not slow but broken."""
-UNMEASURED = "not known yet: who waits for whom has not been measured"
+UNMEASURED = "not known yet: waiting times have not been measured"
 """The verdict before both sides have been measured."""
 
 
@@ -143,7 +143,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What holds a run up. `str` returns the sentence."""
+    """What limits a run. `str` returns the sentence."""
 
     bound: Bound
     share: float = 0.0
@@ -209,7 +209,7 @@ def verdict(waits: Waits, setting: Setting, scoring: Scoring | None = None, *, t
         why, remedy, lift = _work(bound, share, busy, setting, scoring, tried)
     known = math.isfinite(lift.factor)
     if not known:
-        remedy = "what would lift throughput is not known: no other part has been seen at work"
+        remedy = "no remedy is known, because no other part has worked yet"
     elif lift.factor < _WORTH:
         remedy = f"there is little to gain, as {lift.then} is busy {1 / lift.factor:.0%} of the time"
     return Verdict(

@@ -117,7 +117,7 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     engine: str = "native"
     """`native`: continuous batching over a HF decoder, on a CPU or one GPU. `vllm`: vLLM, on any number of GPUs, or its
-    CPU build. Or `module:name` of an `EngineFactory` of your own."""
+    CPU build. Or `module:name` of your own `EngineFactory`."""
     n: Count = 8
     """Responses to a prompt: the size of a group."""
     temperature: Positive = 1.0
@@ -298,7 +298,8 @@ class ObserveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     samples_mb: NotNegative = 64.0
     """MB of samples to keep per rollouter, the first and the newest. 0: none."""
     dashboard: bool = True
-    """Serve the run's page on 127.0.0.1 while it lasts, from a separate process. The start prints its address."""
+    """Serve the run's page on 127.0.0.1 during the run, from a separate process. The run prints its address at
+    start."""
     dashboard_port: _Port = 0
     """Port of that page. 0 takes any free one."""
 

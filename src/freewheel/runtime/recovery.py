@@ -55,7 +55,7 @@ class Stalled(RuntimeError):
 
 
 class NothingToTrainOn(RuntimeError):
-    """Prompt after prompt is abandoned, and no step is taken."""
+    """Many prompts in a row are abandoned, and no step is taken."""
 
 
 class Restarts:

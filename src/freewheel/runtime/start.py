@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 RUNS = "runs"
 RESUME = "resume"
-"""Stands among the overrides like a setting: `resume=RUN` names the run to continue."""
+"""Given among the overrides like a setting: `resume=RUN` names the run to continue."""
 
 _SAME_PROMPTS = "the order of prompts follows from it, and a resumed run neither skips nor repeats one"
 _KEPT = {

@@ -50,7 +50,7 @@ class SyncFailed(RuntimeError):
 
 
 class ReplicaGone(Exception):
-    """Raised by `Replica.load_weights` when the replica's process has died. Retrying is of no use."""
+    """Raised by `Replica.load_weights` when the replica's process has died. Retrying is pointless."""
 
 
 class Replica(Protocol):
@@ -83,7 +83,7 @@ class _Pending:
 
 @dataclass
 class _Attempts:
-    """How one engine fared in one sync. A row of `metrics.jsonl` has these fields."""
+    """The result of one sync for one engine. A row of `metrics.jsonl` has these fields."""
 
     took_s: float = 0.0
     attempts: int = 0
@@ -117,7 +117,8 @@ class Member:
         return len(self.reading) >= MOST_UNANSWERED
 
     def answered(self, version: int) -> None:
-        """It answered, whatever it said. Versions are taken in order, so it no longer reads earlier ones."""
+        """It answered, with success or with an error. Versions are taken in order, so it no longer reads earlier
+        ones."""
         self.reading = {one for one in self.reading if one > version}
         self.inherited = False
 
@@ -338,8 +339,8 @@ class ParameterSynchronizer:
                 return False
 
     async def _load_and_publish(self, pending: _Pending) -> int:
-        """Bring the version to all replicas once, and publish it if any of them has it then. Returns how many have it.
-        Raises `WeightsGone`."""
+        """Bring the version to all replicas once. If any replica then has it, the version is published: here and
+        nowhere else. Returns how many have it. Raises `WeightsGone`."""
         async with self._loading:
             # A fenced replica used up its attempts. It gets one a version, and does not delay the others for long.
             attempts = {name: 1 if member.fenced else self._max_retries + 1 for name, member in self.group.items()}

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: a checkpoint is there whole or not at all, whatever happens while it is written.
+"""Checkpoints of a run: a checkpoint is complete or absent, whatever happens while it is written.
 
     save ─▶ .tmp-…/ files, fsync, checksums, state.json last ─ rename ─▶ checkpoints/step_000040/ ─▶ old ones removed
     latest ◀─ the newest checkpoint whose files all match their checksums; a damaged one is skipped with a warning

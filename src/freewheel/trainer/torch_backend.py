@@ -220,7 +220,7 @@ class TorchBackend:
     ) -> Tally:
         """Make one optimizer step of the policy or the critic over a mini-batch."""
         optimizer, prefix = self._optimizers[name], METRICS[name]
-        optimizer.forget()  # what a failed attempt has left
+        optimizer.forget()  # leftovers of a failed attempt
         tally, losses = Tally(), []
         for index, part in enumerate(parts):
             loss, found = compute(part)

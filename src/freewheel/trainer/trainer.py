@@ -209,7 +209,7 @@ class FullyAsyncTrainer:
             await self._settle_checkpoint()  # a half-written checkpoint is worth the wait
 
     def request_stop(self) -> None:
-        """Finish the current step, save, and end. Before `run`, the run ends as soon as it begins."""
+        """Finish the current step, save, and end. If called before `run`, the run ends as soon as it starts."""
         self._stop.set()
 
     def close(self) -> None:

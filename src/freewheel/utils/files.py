@@ -1,7 +1,7 @@
 """Files that survive crashes and stay private.
 
     open_private, private_folder   readable by their owner only, whatever the umask is
-    write_atomically, sync_folder  a file is there whole or not at all, also after a power cut
+    write_atomically, sync_folder  a file is complete or absent, also after a power cut
     WholeLines                     an append-only file of whole lines; a full disk costs lines and is reported
 
 A run directory holds prompts, responses and settings. Whatever is created in one goes through here: the lock, the

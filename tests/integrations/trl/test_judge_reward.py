@@ -227,7 +227,7 @@ def test_a_pickle_carries_everything_but_the_key_and_the_engine(mock, make_rewar
     assert "another process needs OPENAI_API_KEY" in caplog.text
     copied = pickle.loads(pickled)
     assert (copied.__name__, copied.rule, copied.ground_truth) == ("mine", right_or_wrong, "a")
-    with pytest.raises(ConfigError, match="a key given as text does not travel"):
+    with pytest.raises(ConfigError, match="a key given as text is not sent"):
         call(copied, ["q"], ["x"], a=["x"])
     monkeypatch.setenv("OPENAI_API_KEY", "k-secret")
     caplog.clear()

@@ -4,8 +4,8 @@
              └─ python -m freewheel.dashboard.web.child FD (nice 10), with the rest on stdin
                 asleep, almost nothing imported ─ a client connects ─▶ the server ─ the run ends ─▶ exit
 
-Most runs are never looked at, and they pay only for a sleeping interpreter. The run ends the child with SIGTERM; if the
-run is killed, the child ends itself.
+Nobody opens the page of most runs, and those runs pay only for a sleeping interpreter. The run ends the child with
+SIGTERM; if the run is killed, the child ends itself.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ TYPES = {
 }
 """Types of the assets; other files are not served."""
 MOST_COMPARED = 12
-"""Runs in one picture; nobody can tell more apart."""
+"""Most runs in one chart: the eye cannot tell more lines apart."""
 SHUTDOWN_S = 2.0
 
 Answer = Callable[[RunView, web.Request], Any]
@@ -276,7 +276,7 @@ class Server:
             view = self._view(request.match_info["run"])
             found = await asyncio.to_thread(answer, view, request)
             if found is None:
-                raise web.HTTPNotFound(text="there is no such thing in this run")
+                raise web.HTTPNotFound(text="this run has nothing at that address")
             return _json(found)
 
         return handle
