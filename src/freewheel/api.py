@@ -401,7 +401,7 @@ def _has_loop() -> bool:
 
 @contextmanager
 def _signal_handlers_kept() -> Iterator[None]:
-    """Restore the program's handlers of Ctrl-C and SIGTERM afterwards: a run replaces them, and so does Ray."""
+    """Restore the program's handlers of Ctrl-C and SIGTERM afterwards, because a run and Ray replace them."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

@@ -149,7 +149,7 @@ def test_a_response_has_one_entry_a_token_and_at_least_one():
         response([])
 
 
-def test_bytes_that_are_no_group_are_refused():
+def test_bytes_that_are_not_a_group_are_refused():
     data = group(response([1, 2])).encode()
     for broken in (b"", data[: len(data) // 2], msgspec.msgpack.encode({"ticket": 1}), b"\xc1" + data[1:]):
         with pytest.raises((msgspec.DecodeError, msgspec.ValidationError)):

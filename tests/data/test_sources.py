@@ -126,10 +126,10 @@ def test_a_saved_dataset_is_opened_by_datasets(tmp_path: Path, datasets: Recorde
         load_rows(both, split="dev")
 
 
-def test_a_name_that_is_no_file_is_loaded_from_the_hub(datasets: Recorder):
+def test_a_name_that_is_not_a_file_is_loaded_from_the_hub(datasets: Recorder):
     assert load_rows("openai/gsm8k", split="test", name="main", limit=2) == ROWS[:2]
     assert datasets.calls == [("openai/gsm8k", "main", "test")]
-    with pytest.raises(DataError, match=r"no file here, and as a dataset on the hub it could not be loaded .*offline"):
+    with pytest.raises(DataError, match=r"not a local file, and could not be loaded as a dataset on the hub .*offline"):
         load_rows("nobody/nothing")
 
 

@@ -158,7 +158,7 @@ def test_a_folder_that_cannot_be_made_costs_lines_and_nothing_else(make, folder)
     assert (read(lines.path), lines.lost) == ([2], 1)
 
 
-def test_a_hanging_disk_delays_nobody_who_adds(make, monkeypatch):
+def test_a_hanging_disk_does_not_delay_adding(make, monkeypatch):
     monkeypatch.setattr(lines_module, "MOST_WAITING", 10)
     lines = make()
     with lines._lock:  # the writing thread does not come back

@@ -154,7 +154,7 @@ def runner_of(function: Any, executor: Any = "thread") -> FunctionRunner:
     return FunctionRunner(load_reward(function), workers=1, executor=executor, timeout_s=20.0)
 
 
-async def test_a_failed_score_is_counted_and_is_no_zero(caplog: pytest.LogCaptureFixture):
+async def test_a_failed_score_is_counted_and_is_not_a_zero(caplog: pytest.LogCaptureFixture):
     used: set[str] = set()
 
     def score(response: str, row: dict[str, Any]) -> dict[str, float]:

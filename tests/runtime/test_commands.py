@@ -392,7 +392,7 @@ def test_a_finished_run_resumes_only_with_more_steps(run_dir: Path):
     assert resume(str(run_dir), ["trainer.total_steps=41"]).changed
 
 
-def test_damaged_checkpoints_are_no_obstacle_if_the_journal_has_every_step(run_dir: Path):
+def test_a_run_resumes_despite_damaged_checkpoints_if_the_journal_has_every_step(run_dir: Path):
     resume(str(run_dir), [])  # before its first checkpoint
     (run_dir / "checkpoints" / "step_000020").mkdir(parents=True)
     for dry in ([], ["--dry-run"]):

@@ -96,7 +96,7 @@ def score(
 
     with plain_errors(), contextlib.ExitStack() as stack:
         if as_json and target == "-":
-            raise ConfigError("--json", True, "stdout takes the rows already; write them to a file")
+            raise ConfigError("--json", True, "stdout already gets the rows: write the rows to a file")
         settings = judge if placement is None else msgspec.structs.replace(judge, placement=placement)
         reporter = stack.enter_context(make_reporter(quiet=quiet, rows_on_stdout=target == "-"))
         stack.enter_context(log_to(reporter.say))
@@ -333,7 +333,7 @@ def export(target: str, overwrite: bool, cache_dir: str | None, as_json: bool) -
     """Write every reply, however old, as a JSON line: key, text, tokens, times."""
     with plain_errors(), _store(cache_dir) as (store, path):
         if as_json and target == "-":
-            raise ConfigError("--json", True, "stdout takes the replies already; write them to a file")
+            raise ConfigError("--json", True, "stdout already gets the replies: write the replies to a file")
         numbers = itertools.count()
         lines = (_as_line(entry) for entry, _ in zip(store.export() if path.exists() else (), numbers, strict=False))
         if target == "-":

@@ -74,7 +74,7 @@ def serve(
         text = f"the gateway listens; use base_url {root}/v1 and model {judge.model}"
         print_text(msgspec.json.encode(ready).decode() if as_json else text)
 
-    # A server's log is read long after, so its lines have times.
+    # A server's log is read much later, so its lines have times.
     pattern = "%(asctime)s %(levelname)s %(message)s"
     log = log_to(partial(typer.echo, err=True), level=logging.INFO, pattern=pattern)
     with plain_errors(), log:

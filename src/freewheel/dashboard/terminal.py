@@ -124,7 +124,7 @@ LINE_EVERY_S = 10.0
 LINES_A_RUN = 10
 """A line each time another tenth of the steps is done."""
 DRAW_EVERY_S = 0.1
-"""Nobody reads faster, and each drawing takes a few milliseconds from the run."""
+"""Nobody can read faster, and each drawing costs the run a few milliseconds."""
 EVENTS_SHOWN = 3
 NAME_COLUMNS = 10
 GAP_COLUMNS = 2

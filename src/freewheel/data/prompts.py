@@ -30,7 +30,7 @@ Message = Mapping[str, Any]
 TooLong = Literal["filter", "truncate_left", "error"]
 
 PROMPT_KEYS = ("prompt", "messages", "question")
-"""Keys that may hold the text of a prompt. The first that is present counts."""
+"""Keys that may hold the text of a prompt. The first key that is present is used."""
 PARAGRAPH = "\n\n"
 """Separates the system prompt from the question when there is no chat template."""
 

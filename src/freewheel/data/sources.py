@@ -155,7 +155,7 @@ def _hub(path: str, split: str | None, name: str | None) -> Iterator[dict[str, A
         loaded = module.load_dataset(path, name, split=split or "train")
     except (OSError, ValueError, RuntimeError) as error:
         raise DataError(
-            f"{path} is no file here, and as a dataset on the hub it could not be loaded "
+            f"{path} is not a local file, and could not be loaded as a dataset on the hub "
             f"({type(error).__name__}: {error}): check its name, split and the network, or give a file"
         ) from error
     return map(dict, loaded)

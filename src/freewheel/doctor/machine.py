@@ -210,7 +210,7 @@ def find_leftovers(folder: Path = SHARED_MEMORY) -> dict[str, int]:
     for path in (*folder.glob(f"{OURS}*"), *folder.glob(f"{PYTHONS}*")):
         owner = path.name.removeprefix(OURS).partition("-")[0]
         if path.name.startswith(OURS) and (not owner.isdecimal() or Path(f"/proc/{owner}").exists()):
-            continue  # its process lives, or cannot be told from the name
+            continue  # its process is alive, or the name does not tell which process it is
         with contextlib.suppress(OSError):
             status = path.lstat()
             if status.st_uid == os.getuid() and time.time() - status.st_mtime > OLD_S:

@@ -135,7 +135,7 @@ def check_ports(config: TrainConfig) -> Iterator[Finding]:
                 if port:  # otherwise any free port
                     held.enter_context(listen(HOST, port))
             except OSError as error:
-                yield state("port", f"{key} = {port}: it cannot be listened on ({error.strerror}){so}", f"{key}=0")
+                yield state("port", f"{key} = {port}: the run cannot listen on it ({error.strerror}){so}", f"{key}=0")
 
 
 def check_existing_run(config: TrainConfig) -> Iterator[Finding]:

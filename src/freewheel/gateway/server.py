@@ -69,7 +69,7 @@ _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 EVICT_IDLE_S = 5.0
-"""A connection that has been idle for less may be about to be used: closing it would break a request on its way."""
+"""A connection with a shorter idle time may be about to be used: closing it would break a request on its way."""
 _LINGER_S = 5.0
 """A refused body is read and discarded for this long; if the connection closed at once, the client would not see why.
 """

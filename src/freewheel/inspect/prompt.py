@@ -81,7 +81,9 @@ def follow(run: Run, ordinal: int) -> GroupLife:
     """Return one prompt's life. Raises `ConfigError` if nothing is known about it."""
     with open_journal(run) as journal:
         if journal is None:
-            raise ConfigError("--group", ordinal, f"{run.folder} has no {JOURNAL}: nothing is known of single groups")
+            raise ConfigError(
+                "--group", ordinal, f"{run.folder} has no {JOURNAL}: nothing is known about single groups"
+            )
         known = audit(journal, checkpoints=read_checkpoints(run.folder)[1])
         highest = sum(known.states.values()) - 1
         if not 0 <= ordinal <= highest:
@@ -109,7 +111,7 @@ def follow(run: Run, ordinal: int) -> GroupLife:
             "(journal.keep_groups says how many of the last groups are kept)"
         )
     if group is None and state in ("abandoned", "failed"):
-        notes.append("its responses were not kept: the journal has those of groups that are to be trained on")
+        notes.append("its responses were not kept: the journal keeps only those of groups that will be trained on")
     text, why = _texts(run) if group is not None else (None, "")
     return GroupLife(
         run=str(run.folder),

@@ -4,7 +4,7 @@
     RUN/journal.sqlite ───────────┼─▶ audit ─▶ Report
     RUN/config.yaml, run.lock ────┘
 
-Works on a live run, on a dead one, and on one from somebody else: nothing that it names is imported, and nothing is
+Works on a live run, on a dead one, and on a run from somebody else: nothing that it names is imported, and nothing is
 unpickled. Needs neither torch nor ray.
 """
 

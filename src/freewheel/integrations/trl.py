@@ -360,7 +360,7 @@ class JudgeReward:
 
 
 def answer_of(completion: Any) -> str:
-    """Return what the rule reads: the text, or the last assistant message. A tool's output is no answer."""
+    """Return what the rule reads: the text, or the last assistant message. A tool's output is not an answer."""
     if isinstance(completion, str):
         return completion
     turns = [message for message in completion or () if message.get("role", "assistant") == "assistant"]

@@ -76,7 +76,8 @@ that is inside SQLite. Later statements try again."""
 _COMMAND_TIMEOUT_S = 30.0
 """How long one statement of the command line waits for another process's transaction."""
 _SETUP_WAIT_S = 2.0
-"""How long to wait at least for a process that is opening the file. That takes milliseconds, unless it is stopped."""
+"""How long to wait at least for a process that is opening the file. That takes milliseconds, unless that process is
+stopped."""
 RETRY_AFTER_S = 30.0
 """The pause after a failure that may pass, such as a full disk."""
 _LOCKED_PAUSE_S = (0.1, 1.0)

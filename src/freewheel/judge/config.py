@@ -28,7 +28,7 @@ class Secret:
 
     The key is neither printed nor pickled. A pickle may be written to a disk, so it holds the name of the source
     instead. If the source is an environment variable, the process that unpickles it reads that variable. A key given as
-    text must be given again in that process, except `KEYLESS`, which is no secret.
+    text must be given again in that process, except `KEYLESS`, which is not secret.
     """
 
     __slots__ = ("_text", "source")

@@ -296,7 +296,7 @@ class Limiter:
                 self._target = self._bound = returns_to
 
     def released(self, ticket: Ticket, now: float) -> None:
-        """Cancelled, refused for its rate, or a 4xx. None of them says anything about concurrency."""
+        """Cancelled, refused for its rate, or a 4xx. These are not about concurrency."""
         self.in_flight -= 1
 
     def _end_refused(self, ticket: Ticket, now: float) -> None:

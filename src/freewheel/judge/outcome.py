@@ -288,8 +288,8 @@ def _count(tokens: float | None) -> int:
 
 
 def _garbage(content: bytes, error: Exception) -> Failure:
-    """Return the failure for a body that is no completion. Some gateways answer 200 with `{"error": {"code": 429, …}}`;
-    then the code is the real status."""
+    """Return the failure for a body that is not a completion. Some gateways answer 200 with `{"error": {"code": 429,
+    …}}`; then the code is the real status."""
     with contextlib.suppress(*_UNREADABLE):
         found = msgspec.json.decode(content)
         inside = found.get("error") if isinstance(found, dict) else None

@@ -296,7 +296,7 @@ class FileOutput(Output):
                 entry = None
             if entry is None or entry.line <= self.last_line:
                 raise ConfigError(
-                    "output", self.name, f"its line {row.number} is no row of `freewheel score`; {REMEDY}"
+                    "output", self.name, f"its line {row.number} is not a row of `freewheel score`; {REMEDY}"
                 )
             self.tally.count(entry)
             self.last_line, self.last_key = entry.line, entry.key

@@ -101,7 +101,7 @@ def need(module: str, *, key: str, value: object, package: str | None = None) ->
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        remedy = f"it needs a package that is not here: pip install {package or module} ({error})"
+        remedy = f"it needs a package that is not installed: pip install {package or module} ({error})"
         raise SinkError(key, value, remedy) from error
 
 
@@ -260,7 +260,7 @@ class PrometheusSink:
             self._server, self._thread = client.start_http_server(port, addr=LOCAL, registry=registry)
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or error
-            remedy = f"{LOCAL}:{port} cannot be listened on ({reason}): give a free port, or 0 for any"
+            remedy = f"{LOCAL}:{port} cannot be used ({reason}): give a free port, or 0 for any"
             raise SinkError(key, port, remedy) from error
         self.port: int = self._server.server_port
 

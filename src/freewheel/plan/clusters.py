@@ -119,7 +119,7 @@ def read(run_dir: Path, *, n: int, groups_per_step: int, window: tuple[int, int]
     every = steps["step"].tolist()
     if len(every) < LEAST_STEPS or not known:
         remedy = (
-            f"{len(every)} steps are recorded there since it last began: at least {LEAST_STEPS}, and one `statistics` "
+            f"{len(every)} steps are recorded there since its last start: at least {LEAST_STEPS}, and one `statistics` "
             "row with the engines' numbers, are needed"
         )
         raise ConfigError("RUN", str(run_dir), remedy)

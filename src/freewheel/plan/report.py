@@ -19,7 +19,7 @@ BAR = 16
 """Columns of the longest bar."""
 EXPLAINED = {
     "measured": "measured: every part was measured in the run with these settings, and simulation puts them together",
-    "extrapolated": "extrapolated: speeds follow from data sheets or other settings than the run's, and assumed shares "
+    "extrapolated": "extrapolated: computed from data sheets, or from a run with other settings, and assumed shares "
     "(docs/plan.md names each)",
 }
 

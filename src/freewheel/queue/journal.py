@@ -321,7 +321,7 @@ class Journal:
                 raise JournalBusy(f"{self.path} is written by another process: end that run first") from None
             if not self.path.exists() and self._log_path.exists() and self._log_path.stat().st_size:
                 # The log would be replayed into the new file.
-                raise JournalDamaged(f"{self.path} is gone, and {self._log_path.name} is left of it")
+                raise JournalDamaged(f"{self.path} is gone, and only its log {self._log_path.name} is left")
             os.close(open_private(self.path, os.O_RDWR))
         settings = (
             f"page_size = {PAGE_BYTES}",
@@ -396,7 +396,7 @@ class Journal:
                         self._db.execute("DELETE FROM steps WHERE step = ?", (step,))
             case Committed(step, version, wall_s):
                 known = self._step(step)
-                assert known is not None, f"step {step} is committed, and nobody took it"
+                assert known is not None, f"step {step} is committed, but nobody took it"
                 if known.version is None or (version > known.version and step > self.base().step):
                     self._write_step("steps", msgspec.structs.replace(known, version=version, wall_s=wall_s))
             case Failed(ticket, _, _, detail):
@@ -625,7 +625,7 @@ class Journal:
 
     def _check_unwritten(self) -> None:
         if self._unwritten is not None and _state(self.path) != self._unwritten:
-            raise JournalBusy(f"{self.path} began to be written while it was read: look again")
+            raise JournalBusy(f"{self.path} was opened for writing while it was read: look again")
 
     def _raise(self, error: sqlite3.Error | OSError) -> NoReturn:
         trouble = diagnose(error)

@@ -90,7 +90,7 @@ class LengthPenaltyConfig:
     api_endpoint: str = DEFAULT_ENDPOINT
     """Any OpenAI-compatible chat-completions URL."""
     use_async_io: bool = False
-    """Judge while the caller works, instead of while it waits."""
+    """Judge in the background while the caller works. Off: the caller waits."""
     max_concurrent_requests: int | str = "auto"
     """`auto` finds the judge's own limit; an integer is an upper bound for that; `fixed:N` holds N."""
     reward_coefficient: float = 1.0

@@ -3,8 +3,8 @@
     equal ─▶ in the cache? ─▶ a question to the child process (`serve`) ─▶ its reply, or its death
 
 math-verify limits its time with SIGALRM, which works only in a main thread and cannot interrupt C code, and it does not
-limit its memory: `1.5E9999999999` blocked the interpreter and took 4 GB. Models write such answers sooner or later, so
-the comparison runs in a process that the kernel ends when its time is over. The next question starts another process.
+limit its memory: `1.5E9999999999` blocked the interpreter and took 4 GB. Models do write such answers, so the
+comparison runs in a process that the kernel ends when its time is over. The next question starts another process.
 
 A comparison without a result is one of two things:
 

@@ -147,7 +147,7 @@ class InFlightRequest:
 
     request: GenerationRequest
     missing: int
-    """Responses that the caller has not got."""
+    """Responses that the caller has not received."""
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     _inbox: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
 
@@ -172,7 +172,7 @@ class RequestTracker:
     max_new_tokens: int
     vocabulary: int
     idle_s: Callable[[], float]
-    """Returns for how long the engine has made no token although it should have."""
+    """Returns how long the engine has made no token although it should."""
     _requests: dict[str, InFlightRequest] = field(default_factory=dict, init=False)
     _timer: asyncio.TimerHandle | None = field(default=None, init=False)
 
@@ -205,7 +205,8 @@ class RequestTracker:
             stop(entry)
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """End requests that have waited too long for a token. Runs in the event loop: an engine cannot say it hangs."""
+        """End requests that have waited too long for a token. Runs in the event loop: an engine that hangs cannot
+        report it."""
         idle_s = self.idle_s()
         slots_ahead = 0
         for entry in self:  # in the order of arrival, in which engines give out their slots

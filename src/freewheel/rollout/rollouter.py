@@ -314,7 +314,7 @@ class Rollouter:
         self.param_sync_requests += 1
         async with self._updating:
             if version < self.engine.version:  # a sync that was given up arrives after a later one
-                raise ValueError(f"version {version} comes late: the engine holds {self.engine.version}")
+                raise ValueError(f"version {version} is late: the engine holds {self.engine.version}")
             with self.spans("load_weights", version=version):
                 return await self.engine.update_weights(version, weights, verify=verify)
 

@@ -375,7 +375,7 @@ def sum_replicas(replicas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for found in replicas:
         for name, value in found.items():
             known = total.get(name)
-            if name == _ENDPOINTS:  # a replica that just started knows none
+            if name == _ENDPOINTS:  # a replica that has just started has none
                 total[name] = _merge_endpoints([*(known or ()), *(value or ())])
             elif isinstance(value, Mapping) and isinstance(known, Mapping):
                 total[name] = sum_replicas([known, value])

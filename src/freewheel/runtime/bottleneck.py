@@ -160,8 +160,8 @@ NOTHING_KNOWN = Verdict(bound="unmeasured", sentence=UNMEASURED)
 
 
 def stopped(*, paused: str, endpoints: Collection[Mapping[str, Any]]) -> Verdict | None:
-    """Return why nothing moves at all, if so. `paused`: the queue's reason; `endpoints`: the judge's, as
-    `EndpointStats` has them."""
+    """Return why the whole run is blocked; None if it is not. `paused`: the queue's reason; `endpoints`: the judge's,
+    as `EndpointStats` has them."""
     if paused:
         return Verdict(bound="paused", share=1.0, sentence=f"paused until there is room: {paused}")
     if endpoints and not any(is_up(**one) for one in endpoints):
@@ -211,7 +211,7 @@ def verdict(waits: Waits, setting: Setting, scoring: Scoring | None = None, *, t
     if not known:
         remedy = "no remedy is known, because no other part has worked yet"
     elif lift.factor < _WORTH:
-        remedy = f"there is little to gain, as {lift.then} is busy {1 / lift.factor:.0%} of the time"
+        remedy = f"there is little to gain, because {lift.then} is busy {1 / lift.factor:.0%} of the time"
     return Verdict(
         bound=bound,
         share=share,

@@ -537,7 +537,8 @@ def _devices(config: TrainConfig) -> _Problems:
 
 
 def _engine(config: TrainConfig) -> None:
-    """A user's own engine is asked before a run starts: reading a configuration must not import a user's code."""
+    """A user's own engine is checked only before a run starts: reading a configuration must not import a user's
+    code."""
     name = config.rollout.engine
     if name in ENGINES or ":" not in name:
         find_engine(name).check_options(config.rollout)

@@ -236,8 +236,8 @@ class FullyAsyncMain:
                 loop.remove_signal_handler(number)
 
     def _interrupt(self) -> None:
-        """SIGTERM or Ctrl-C. The first finishes the step and saves, the second ends the run now. While closing: stop
-        waiting."""
+        """SIGTERM or Ctrl-C. The first finishes the step and saves, the second ends the run now. While the run closes,
+        a signal ends the waiting."""
         self._interrupts += 1
         if self._working.done():
             self._hurry.set()

@@ -53,7 +53,7 @@ _WRITE = "write"
 
 
 class RankActor:
-    """One training process besides rank 0's. Any error ends it: the others cannot know how far it got."""
+    """One training process besides rank 0's. Any error ends it, because the others cannot know its progress."""
 
     def __init__(self, name: str, run_dir: str, objects: Mapping[str, Any]) -> None:
         """`objects`: what settings name as `in_memory:name`."""

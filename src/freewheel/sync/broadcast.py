@@ -57,7 +57,7 @@ class VersionRefused(RuntimeError):
 
 
 class VersionSpoiled(RuntimeError):
-    """A member received something else than was sent. Nobody uses it."""
+    """A member received something other than what was sent. Nobody uses it."""
 
 
 class GroupBroken(RuntimeError):

@@ -286,7 +286,8 @@ class ParameterSynchronizer:
 
     @property
     def _anybody_works(self) -> bool:
-        """If all replicas are fenced or gone, nothing is in progress and the free slots wait for this very version."""
+        """If all replicas are fenced or gone, nothing is in progress and the free slots wait for exactly this
+        version."""
         return any(not (member.fenced or member.gone) for member in self.group.values())
 
     def _record(self, pending: _Pending, since: float, loaded: int) -> None:

@@ -59,7 +59,8 @@ FORMAT = 1
 FALLBACKS = 2
 """Checkpoints that a resume can choose from, if at least that many are kept."""
 READ_BYTES = 1 << 22
-"""Bytes read at a time for a checksum. CRC-32 runs at 2 GB/s, SHA-256 at 0.8, and nobody forges checkpoints here."""
+"""Bytes read at a time for a checksum. CRC-32 runs at 2 GB/s, SHA-256 at 0.8, and forged checkpoints are not a threat
+here."""
 MB = 1e6
 
 SCRATCH = ".tmp-"

@@ -143,7 +143,7 @@ class Sharded:
             _compile_within(layer)
             fully_shard(layer, mesh=world.mesh, mp_policy=layered)
         root.register_forward_hook(_own_memory)
-        # The root's inputs are no activations: do not cast them.
+        # The root's inputs are not activations: do not cast them.
         fully_shard(root, mesh=world.mesh, mp_policy=replace(layered, cast_forward_inputs=False))
         self.root = cast(Any, root)
         self._parts: list[Any] = [module for module in root.modules() if isinstance(module, FSDPModule)]

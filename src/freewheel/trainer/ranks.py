@@ -92,7 +92,7 @@ class Leader:
         return BackendState(values=own.values, write=partial(self._write, number, own))
 
     def _write(self, number: int, own: BackendState, folder: Path) -> str:
-        """A full disk fails the checkpoint and nothing else."""
+        """A full disk makes only the checkpoint fail."""
         asked = self._others.ask("write", number, folder)
         written = _try_to_write(own, folder)
         for rank, result in enumerate([written, *self._answered(asked)]):

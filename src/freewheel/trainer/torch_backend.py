@@ -89,7 +89,7 @@ class TorchBackend:
     ) -> None:
         """`model`: a Hugging Face causal language model, which the backend takes over.
 
-        `compile`: use torch.compile for the decoder's layers; a failure is a warning. `share_prompts`: compute a
+        `compile`: use torch.compile for the decoder's layers; a failure is only a warning. `share_prompts`: compute a
         group's prompt once for several responses if that is cheaper and the model supports it. `temperature`: that of
         sampling, so that log-probabilities match.
         """

@@ -445,7 +445,7 @@ class FullyAsyncTrainer:
         log.info("Saved the checkpoint of step %d", step, extra=context)
         try:
             await asyncio.wait_for(self._queue.confirm_checkpoint(oldest), CONFIRM_S)
-        except Exception as error:  # noqa: BLE001  # a journal that stays large is no reason to end a run
+        except Exception as error:  # noqa: BLE001  # a run need not end because its journal stays large
             reason = f"{type(error).__name__}: {error}"
             log.warning("Journal compaction up to step %d failed; retrying at the next checkpoint: %s", oldest, reason)
 

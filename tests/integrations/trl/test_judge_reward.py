@@ -237,7 +237,7 @@ def test_a_pickle_carries_everything_but_the_key_and_the_engine(mock, make_rewar
     again.close()
 
 
-def test_threads_with_loops_of_their_own_share_one_engine(mock, make_reward, score):
+def test_threads_with_their_own_loops_share_one_engine(mock, make_reward, score):
     server = mock(latency_s=0.1)
     reward = pickle.loads(pickle.dumps(make_reward(server.url)))  # not opened yet
 

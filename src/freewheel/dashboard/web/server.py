@@ -61,7 +61,7 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-"""Headers of every reply. Model output is shown as text, and no script but the page's own may run."""
+"""Headers of every reply. Model output is shown as text, and only the page's own script may run."""
 
 
 def make_token() -> str:

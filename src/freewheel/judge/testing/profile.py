@@ -423,8 +423,8 @@ class Behaviour:
         return _is_inside(self.profile.outages, now - self._began)
 
     def decide(self, now: float, ask: Ask | None, authorization: str | None = None) -> Plan | Refusal | None:
-        """Decide about one request. `ask` is None if the body is no chat request. Returns None if the connection must
-        be aborted."""
+        """Decide about one request. `ask` is None if the body is not a chat request. Returns None if the connection
+        must be aborted."""
         counts = self.counts
         counts.received += 1
         self._began = min(self._began, now)

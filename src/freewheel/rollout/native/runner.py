@@ -333,7 +333,7 @@ class Runner:
         return int(found.tokens[0]), float(found.logprobs[0])
 
     def remove_non_finite(self) -> None:
-        """Clear what samples with non-finite numbers have left in the pages."""
+        """Clear what samples with non-finite numbers left in the pages."""
         self._cache.remove_non_finite()
 
     def set_version(self, version: int) -> None:
