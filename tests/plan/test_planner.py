@@ -313,7 +313,7 @@ MODEL = ["--model", "7b", "--accelerators", "8"]
         ([*MODEL, "--price", "nan"], "--price"),
         (["/nowhere"], "RUN = '/nowhere': there is no such folder"),
         (["RUN", "--n", "8"], "--n = 8: it belongs to --model, and a run has its own value: leave it"),
-        (["RUN", "--max-new-tokens", "9"], "--max-new-tokens = 9: it is for a model"),
+        (["RUN", "--max-new-tokens", "9"], "--max-new-tokens = 9: it belongs to --model"),
         (["RUN", "--model", "7b"], "--model = '7b': the run RUN is also given"),
         (["RUN", "--scale-to", "3"], "--scale-to = 3: the 3 planned ones are doubled repeatedly: give 6 or"),
         (["RUN", "--plot", "plan.png"], "--plot = 'plan.png': it is drawn as SVG: give a name that ends with .svg"),
