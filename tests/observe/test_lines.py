@@ -158,6 +158,16 @@ def test_a_folder_that_cannot_be_made_costs_lines_and_nothing_else(make, folder)
     assert (read(lines.path), lines.lost) == ([2], 1)
 
 
+def test_a_link_in_its_place_is_not_followed(make, tmp_path):
+    lines, target = make(), tmp_path / "mine"
+    lines.path.parent.mkdir()
+    target.write_text("untouched")
+    lines.path.symlink_to(target)
+    lines.add(1)
+    lines.flush()
+    assert (target.read_text(), lines.lost) == ("untouched", 1)
+
+
 def test_a_hanging_disk_does_not_delay_adding(make, monkeypatch):
     monkeypatch.setattr(lines_module, "MOST_WAITING", 10)
     lines = make()

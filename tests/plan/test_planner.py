@@ -262,7 +262,7 @@ def test_a_model_and_a_table_give_the_best_split_and_a_seed_repeats_it(monkeypat
     assert {one["basis"] for one in found["splits"]} == {"extrapolated"}
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     app(["plan", *SMALL], standalone_mode=False)
-    said = "freewheel: simulating mode fully_async, 32 groups x 8 a step, this may take a minute\n"
+    said = "freewheel: simulating mode fully_async, 32 groups x 8 per step, this may take a minute\n"
     assert capsys.readouterr().err == said, "on a terminal it reports that it simulates"
 
 

@@ -241,7 +241,7 @@ def test_a_program_that_never_shuts_down_still_ends(five: str, tmp_path: Path) -
 def test_an_engine_that_keeps_dying_is_replaced_by_the_synchronous_path_which_says_so(
     mock: Mock, make_manager: MakeManager, logged: Logged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transport, "RESTARTS_ALLOWED", 1)
+    monkeypatch.setattr(transport, "_RESTARTS_ALLOWED", 1)
     judge = mock(scores={"": "5"}, latency_s=0.5)
     manager = make_manager(judge.url, use_async_io=True, judge={"placement": "process", "cache": False})
     data = batch_of("yes a", "yes b")

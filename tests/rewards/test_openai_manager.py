@@ -68,8 +68,8 @@ async def test_a_worker_scores_on_the_running_loop_over_few_connections(mock: Mo
     before = threading.active_count()
     async with AsyncOpenAIWorker(KEY, "m", judge.url, PROMPT, 0.5, max_concurrent=2) as worker:
         verdicts = await worker.score([f"an answer {number}" for number in range(12)])
+        assert 1 <= judge.counts().open_connections <= 2, "they are pooled and stay open"
     assert [worker.reward(verdict) for verdict in verdicts] == [4.0] * 12
-    assert judge.counts().connections <= 3, "they are pooled"
     assert judge.requests()[0].json()["messages"][0]["content"].startswith(PROMPT)
     assert threading.active_count() <= before + 1  # the loop's executor may keep a thread
 

@@ -157,7 +157,7 @@ def plan(
 
 def _title(planned: Planned) -> str:
     config = planned.config
-    return f"{planned.about}\nmode {config.mode}, {planned.groups_per_step:,} groups x {config.rollout.n} a step"
+    return f"{planned.about}\nmode {config.mode}, {planned.groups_per_step:,} groups x {config.rollout.n} per step"
 
 
 def _show(planned: Planned, rows: list[Row], scaled: list[Row], *, price: float | None, as_json: bool) -> None:

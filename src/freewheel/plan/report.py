@@ -189,7 +189,7 @@ def draw(splits: Sequence[Row], scaled: Sequence[Row] = (), *, title: str) -> st
     """Draw the splits. `scaled`: the best split of each number of accelerators; without it there is one panel."""
     winner = best(splits)
     said = f"Of {winner.accelerators:,} accelerators, {winner.trainers:,} that train and {winner.generators:,} that "
-    said += f"generate give the most: {winner.samples_per_s:,.0f} samples a second."
+    said += f"generate give the most: {winner.samples_per_s:,.0f} samples per second."
     label = f"best: {winner.trainers:,} train, {winner.generators:,} generate"
     heading = f"Samples/s by split of {winner.accelerators:,}"
     panels = [_panel(heading, "accelerators that train", label, splits, by="trainers")]
