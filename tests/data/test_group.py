@@ -143,7 +143,7 @@ def test_the_lag_is_counted_from_the_oldest_token_that_the_policy_made():
 
 def test_a_response_has_one_entry_a_token_and_at_least_one():
     good = response([1, 2])
-    with pytest.raises(DataError, match=r"lengths \[1, 2\]: give one entry a token"):
+    with pytest.raises(DataError, match=r"lengths \[1, 2\]: give one entry per token"):
         dataclasses.replace(good, logprobs=good.logprobs[:1])
     with pytest.raises(DataError, match=r"lengths \[0\]"):
         response([])

@@ -54,7 +54,7 @@ FIRST = lines(ROWS[:1])
     [
         ("a.jsonl", FIRST + '{"question": "cut o', r"a\.jsonl, line 2 is not JSON .*cut o"),
         ("a.jsonl", FIRST.encode() + b'{"question": "\xff"}\n', "line 2 is not JSON"),
-        ("a.jsonl", FIRST + "[1, 2]\n", r"line 2 is \[1, 2\]: give one JSON object a line"),
+        ("a.jsonl", FIRST + "[1, 2]\n", r"line 2 is \[1, 2\]: give one JSON object per line"),
         ("a.json", json.dumps([ROWS[0], "x"]), "entry 1 is 'x': give a list of objects"),
         ("a.jsonl", "", r"a\.jsonl' has no rows"),
         ("a.jsonl", "\n \n", r"a\.jsonl' has no rows"),

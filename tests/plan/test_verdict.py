@@ -96,7 +96,7 @@ FEW_GROUPS = {"train": 0.33, "wait_batch": 0.67}, {"generate": 0.95, "wait_room"
 HALF = {"train": 0.5, "wait_batch": 0.5}, {"generate": 1.0}
 STREAMED = {"train": 0.6, "wait_batch": 0.4}, {"generate": 1.0}
 PACKS = {"train": 0.5, "pack": 0.4, "wait_batch": 0.1}
-MORE_ROOM = "; async_training.staleness_threshold above 3 or more groups a step"
+MORE_ROOM = "; async_training.staleness_threshold above 3 or more groups per step"
 
 
 def judge(**measured):

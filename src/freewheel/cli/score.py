@@ -67,7 +67,7 @@ def fields_from_flags(**given: str) -> Fields:
 
 
 @takes(
-    argument("source", str, "IN.jsonl", "The rows, one JSON object a line; - is stdin."),
+    argument("source", str, "IN.jsonl", "The rows, one JSON object per line; - is stdin."),
     argument("target", str, "OUT.jsonl", "Where the rows go, each with its verdict; - is stdout."),
     flag("placement", str, "Where the engine runs: process or thread.", panel=JUDGE_PANEL),
     flag("overwrite", bool, "Start over instead of continuing OUT.jsonl.", panel=_RUN),

@@ -76,7 +76,7 @@ class Response:
     def __post_init__(self) -> None:
         sizes = {len(self.tokens), len(self.logprobs), len(self.versions), len(self.mask)}
         if len(sizes) != 1 or 0 in sizes:
-            raise DataError(f"response arrays have lengths {sorted(sizes)}: give one entry a token, and at least one")
+            raise DataError(f"response arrays have lengths {sorted(sizes)}: give one entry per token, and at least one")
 
 
 @dataclass(frozen=True, kw_only=True)

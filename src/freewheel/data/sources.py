@@ -97,7 +97,7 @@ def _object(line: bytes, where: str) -> dict[str, Any]:
         text = shown(line.decode(errors="replace").strip())
         raise DataError(f"{where} is not JSON ({error}): {text}: write it again, or remove it") from error
     if not isinstance(row, dict):
-        raise DataError(f"{where} is {shown(row)}: give one JSON object a line")
+        raise DataError(f"{where} is {shown(row)}: give one JSON object per line")
     return row
 
 

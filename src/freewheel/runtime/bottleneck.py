@@ -310,7 +310,7 @@ def _overlapping(lift: Lift, setting: Setting) -> tuple[str, Lift]:
     if setting.mode == "fully_async":  # how much is enough is unknown
         higher = f"async_training.staleness_threshold {_above(setting)}"
         # In turns, more groups per step would only make a turn longer.
-        groups = ", which gives" if setting.in_turns else " or more groups a step, which give"
+        groups = ", which gives" if setting.in_turns else " or more groups per step, which give"
         remedy = f"{higher}{groups} generation room, could"
     return f"{remedy} lift throughput up to {_gain(lift)}", lift
 

@@ -343,7 +343,7 @@ class ParameterSynchronizer:
         """Bring the version to all replicas once. If any replica then has it, the version is published: here and
         nowhere else. Returns how many have it. Raises `WeightsGone`."""
         async with self._loading:
-            # A fenced replica used up its attempts. It gets one a version, and does not delay the others for long.
+            # A fenced replica used up its attempts. It gets one per version, and does not delay the others for long.
             attempts = {name: 1 if member.fenced else self._max_retries + 1 for name, member in self.group.items()}
             calls = [self._load(name, pending, attempts[name]) for name in self.group]
             found = await asyncio.gather(*calls, return_exceptions=True)
