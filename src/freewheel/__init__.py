@@ -1,4 +1,5 @@
-"""freewheel: reinforcement-learning post-training in which no accelerator waits for something it does not need.
+"""freewheel: asynchronous reinforcement-learning post-training: no accelerator waits for work that it does not depend
+on.
 
     import freewheel as fw
 

@@ -359,7 +359,7 @@ class _LiveRun:
         return self.end.result() if self.end.done() and self.end.exception() is None else None
 
     def run_here(self) -> None:
-        """Block until the end. Ctrl-C ends the run after its step, whichever thread it is in."""
+        """Block until the end. Ctrl-C ends the run after its step, in whichever thread the run is."""
         if threading.current_thread() is threading.main_thread() and not _has_loop():
             with _signal_handlers_kept():  # the run handles Ctrl-C and SIGTERM itself
                 self._run()

@@ -93,7 +93,7 @@ def _object(line: bytes, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except ValueError as error:
-        # A file that was cut off ends in such a line. So does a file whose text has bare newlines.
+        # A file that was cut off ends in such a line, and so does a file whose text has bare newlines.
         text = shown(line.decode(errors="replace").strip())
         raise DataError(f"{where} is not JSON ({error}): {text}: write it again, or remove it") from error
     if not isinstance(row, dict):

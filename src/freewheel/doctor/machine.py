@@ -32,7 +32,7 @@ FILES_ASIDE = 512
 FILES_OF_RAY = 4096
 """Ray warns below this."""
 RAISED_TO = 65536
-"""Ray raises the limit of a run's processes to this, or as far as the user may."""
+"""Ray raises the limit of a run's processes to this, or to the user's maximum."""
 PROCESSES_OF_A_RUN = 600
 """Processes and threads of the smallest run: Ray's nine processes and the actors."""
 THREADS_OF_AN_ACTOR = 32
@@ -220,7 +220,7 @@ def find_leftovers(folder: Path = SHARED_MEMORY) -> dict[str, int]:
 
 
 def _find_used(folder: Path) -> set[str]:
-    """Return paths under `folder` that a process has open or mapped, as far as we may look."""
+    """Return paths under `folder` that a process has open or mapped. Other users' processes may be hidden."""
     found: set[str] = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -344,7 +344,7 @@ SMI_S = 20.0
 """A healthy driver answers in a second."""
 DEVICE = Path("/dev/nvidia0")
 IN_USE_SHARE = 0.05
-"""Share of a GPU's memory in use: less is the driver's own, more is somebody's work."""
+"""Share of a GPU's memory: a driver alone uses less, other processes use more."""
 SMALLER_STEP = "trainer.micro_batch_tokens=8192 model.gradient_checkpointing=true"
 """Settings that make a step smaller without changing the model."""
 

@@ -126,7 +126,7 @@ def check_ports(config: TrainConfig) -> Iterator[Finding]:
 
     observe = config.observe
     page, metrics = observe.dashboard_port if observe.dashboard else 0, observe.prometheus_port or 0
-    with ExitStack() as held:  # both at once, as the run would
+    with ExitStack() as held:  # hold both ports at the same time, as the run would
         for key, port, state, so in (
             ("observe.prometheus_port", metrics, problem, ""),
             ("observe.dashboard_port", page, warning, ": the run would have no page"),

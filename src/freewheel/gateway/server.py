@@ -71,7 +71,8 @@ _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 EVICT_IDLE_S = 5.0
 """A connection with a shorter idle time may be about to be used: closing it would break a request on its way."""
 _LINGER_S = 5.0
-"""A refused body is read and discarded for this long; if the connection closed at once, the client would not see why.
+"""A refused body is read and discarded for this long; if the connection closed immediately, the client would not see
+the reason.
 """
 GONE = 499
 """The status that proxies log for a client that closed its connection. No client sees it."""

@@ -668,8 +668,8 @@ class Store:
     def _evict(self, db: sqlite3.Connection) -> None:
         """Remove the least recently used replies when the file is too large.
 
-        Uses small transactions, so that other processes may write between them. `close` waits a while for it. Otherwise
-        many short runs, each closed right after its last write, would let the file grow.
+        Uses small transactions, so that other processes may write between them. `close` waits for it, up to a limit.
+        Otherwise many short runs, each closed right after its last write, would let the file grow.
         """
         if _used_bytes(db) > self.max_bytes:
             while time.monotonic() < self._close_by and _used_bytes(db) > self.max_bytes * _EVICT_TO:

@@ -24,7 +24,7 @@ KEYLESS = "EMPTY"
 
 
 class Secret:
-    """An API key and the name of its source. `reveal()` is the only way to the text.
+    """An API key and the name of its source. Only `reveal()` returns the text.
 
     The key is neither printed nor pickled. A pickle may be written to a disk, so it holds the name of the source
     instead. If the source is an environment variable, the process that unpickles it reads that variable. A key given as

@@ -121,7 +121,7 @@ class Breaker:
         self._probe_out = False
 
     def ready_at(self, now: float) -> float:
-        """When a request may be sent: `now` or earlier means at once; infinity while a probe is out."""
+        """When a request may be sent: `now` or earlier means at once; infinity while a probe is in flight."""
         if self.state is State.CLOSED:
             return now
         if self.state is State.OPEN and now >= self._until:
@@ -161,7 +161,7 @@ class Breaker:
             self._probe_out = False
 
     def probe_next(self) -> None:
-        """Let one request find out whether the endpoint accepts requests again."""
+        """Let one request test whether the endpoint accepts requests again."""
         self.state, self._probe_out = State.PROBING, False
 
 

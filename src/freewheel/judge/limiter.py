@@ -367,7 +367,8 @@ class Limiter:
         rate, weight = levels.get(here, (0.0, 0.0))
         # There are two estimates of throughput: counted replies, and level / latency (Little's law). At a steady level
         # they agree. While the level rises, the count lags, and the latency is too low because short replies come
-        # first; the truth lies between. If latencies hardly differ, replies come in waves and the count is useless.
+        # first; the true value lies between. If latencies hardly differ, replies come in waves and the count is
+        # useless.
         counted = (1.0 if self._bound else _COUNT_SHARE_RISING) * min(1.0, spread / _WAVES_SPREAD)
         rate_here = (count / elapsed_s) ** counted * (level / latency_s) ** (1.0 - counted)
         rate = (rate * weight + rate_here * count) / (weight + count)

@@ -118,7 +118,7 @@ _QUOTA_WORDS = re.compile(
 
 
 def classify(status: int, headers: Mapping[str, str], body: bytes, *, wall_now: float) -> Failure:
-    """Return the failure that a reply with a status other than 200 stands for. 429 is QUOTA, RATE or THROTTLED."""
+    """Classify a reply with a status other than 200 as a failure. 429 is QUOTA, RATE or THROTTLED."""
     text = _error_text(body)
     phrase = HTTPStatus(status).phrase if status in HTTPStatus._value2member_map_ else "?"
     detail = f"HTTP {status} {phrase}" + (f": {text}" if text else "")

@@ -111,7 +111,7 @@ class Lines:
             self._many.set()
 
     def flush(self) -> None:
-        """Write what was added so far, as far as possible."""
+        """Write the items that were added so far, if possible."""
         with self._lock:
             while self._waiting:
                 self._write_some()

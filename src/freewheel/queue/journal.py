@@ -440,7 +440,7 @@ class Journal:
     def reset(self, *, step: int, version: int, frontier: Frontier) -> None:
         """Start from a checkpoint that lies after the journal's end: its tail was lost, or it is empty.
 
-        Stored groups of ordinals that have not ended stay; so do the rows of committed steps.
+        Stored groups of ordinals that have not ended stay, and so do the rows of committed steps.
         """
         ended = set(frontier.ended)
         with self._transaction() as db:
@@ -670,7 +670,8 @@ def _crc(key: object, body: bytes) -> int:
 # -- the writer -------------------------------------------------------------------------------------------------------
 
 TRANSACTION_BYTES = 32 << 20
-"""Group data in one transaction. A pause leaves a lot to write; if room returns bit by bit, so does the run."""
+"""Group data in one transaction. After a pause there is a lot to write; if space is freed in small amounts, the run
+continues in small steps."""
 RETRY_S = 1.0
 """Pause between two attempts while there is no room. A person or a clean-up job makes it."""
 CLOSE_S = 30.0
@@ -679,7 +680,7 @@ CLOSE_S = 30.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Job:
-    """Events to write, or work on the journal, and the future of whoever waits for it."""
+    """Events to write, or work on the journal, and the future that its caller awaits."""
 
     future: asyncio.Future[Any]
     events: tuple[Event, ...] = ()
@@ -692,9 +693,9 @@ class _Job:
 class JournalWriter:
     """Writes a `Journal` from an event loop, which never waits for a disk. One thread owns the file.
 
-    A resolved future stands for rows that a kill of this process does not lose. The order of calls is the order on
-    disk. A transaction takes whatever arrived while the previous one was written, so many small puts cost as much as
-    one large put, and a single one does not wait for others. Without room, the thread keeps what it could not write and
+    When a future is resolved, a kill of this process no longer loses its rows. The order of calls is the order on disk.
+    A transaction takes whatever arrived while the previous one was written, so many small puts cost as much as one
+    large put, and a single one does not wait for others. Without room, the thread keeps what it could not write and
     tries again every second. After any other error nothing is written any more, because a later event must not be in
     the file without an earlier one.
     """
@@ -830,7 +831,7 @@ def _resolve_job(job: _Job, result: Any, error: Exception | None) -> None:
         except Exception as failure:
             log.exception("The queue failed after a write to the journal")
             error = failure
-    if job.future.done():  # whoever waited was cancelled
+    if job.future.done():  # the caller that waited was cancelled
         return
     if error is None:
         job.future.set_result(result)

@@ -209,7 +209,7 @@ class RequestTracker:
         report it."""
         idle_s = self.idle_s()
         slots_ahead = 0
-        for entry in self:  # in the order of arrival, in which engines give out their slots
+        for entry in self:  # in the order of arrival, because engines assign slots in that order
             if slots_ahead < self.slots and idle_s > (limit_s := entry.request.timeout_s):
                 message = f"request {entry.request.id!r}: no token for {idle_s:.3g} s, timeout_s = {limit_s:g}"
                 entry.put(GenerationTimeout(message))

@@ -372,7 +372,7 @@ class _Judging:
         except (EngineDied, JudgeClosed) as error:
             # The judge's process kept dying. Another judge may work better for later responses.
             log.error("The judge broke down, and another one is started: %s", error)
-            self._judge.close(timeout_s=0.0)  # its process is gone already
+            self._judge.close(timeout_s=0.0)  # its process has ended already
             self._judge = Judge(self._judge.config)
             return self._judge.submit([request], deadline_s=self._deadline_s)
 

@@ -74,7 +74,8 @@ def without(busy: Mapping[str, float], part: str = "") -> Lift:
 
 
 def lessened(share: float, by: float, bound: Lift) -> Lift:
-    """The gain of removing the fraction `by` of something that takes `share` of everybody's time, at most `bound`."""
+    """The gain of removing the fraction `by` of something that takes `share` of the time of all parts, at most
+    `bound`."""
     factor = 1.0 / max(1.0 - share * by, LEAST_SHARE)
     return bound if factor >= bound.factor or not math.isfinite(bound.factor) else Lift(factor, "")
 
@@ -89,7 +90,7 @@ Tried = Callable[[Bound, float], float]
 """Simulates a side that is faster by a factor. Returns the factor of throughput."""
 
 _WAITING = 0.10
-"""A part that waits less than this is busy: the rest is hand-over, which no remedy removes."""
+"""A part that waits less than this is busy: the rest is hand-over between components, which no remedy removes."""
 HELD_BACK = 0.5
 """Requests that wait for a limit less often wait in bursts: a higher limit would hardly help."""
 _ALL, _HALF = 1.0, 0.5

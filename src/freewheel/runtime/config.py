@@ -202,7 +202,7 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     save_every_steps: Count | None = 20
     """Steps between two checkpoints. None: only at the end."""
     keep_last: Count = 2
-    """Checkpoints to keep: a resume falls back to the one before if the newest is damaged."""
+    """Checkpoints to keep: a resume falls back to the previous one if the newest is damaged."""
     keep_best: bool = True
     """Keep the weights that did best on held-out prompts, in `best/`."""
     max_errors: Count = 3
@@ -334,7 +334,7 @@ class RayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A whole run. The defaults run on the machine at hand."""
+    """A whole run. The defaults run on this machine."""
 
     mode: Mode = "fully_async"
     """`sync`: generate, then train. `one_step_off`: batch k trains while k+1 generates. `fully_async`: streaming."""

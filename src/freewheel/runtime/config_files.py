@@ -203,7 +203,8 @@ def to_yaml(config: TrainConfig) -> str:
 
 
 def load(path: str | os.PathLike[str]) -> TrainConfig:
-    """Read what `to_yaml` wrote, with all checks. No reference in it is filled in. The run may be somebody else's."""
+    """Read what `to_yaml` wrote, with all checks. References in it are not filled in, because the run may be somebody
+    else's."""
     values = _read(Path(path), _RunLoader)
     try:
         return to_config(values)

@@ -214,7 +214,7 @@ class FullyAsyncMain:
         if "queue" not in self._supervisor.loops:  # only the queue knows which prompts a checkpoint covers
             return
         self._account.say("The run has failed: finishing the step and saving before it ends")
-        with suppress(NoAnswer, RayError):  # the trainer may be ending by itself
+        with suppress(NoAnswer, RayError):  # the trainer may already be ending
             await call(self._supervisor.handles["trainer"], "request_stop", deadline_s=self.config.recovery.silent_s)
         limit_s = SAVE_S + self._account.progress.longest_step_s
         await asyncio.wait([trainer], timeout=limit_s)

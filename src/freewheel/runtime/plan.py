@@ -60,7 +60,7 @@ class Plan(Placement):
     memory_trainer: dict[str, int] = field(default_factory=dict)
     """Bytes of a training process by part; empty if the model's size is unknown."""
     memory_replica: dict[str, int] = field(default_factory=dict)
-    """The same of a rollouter."""
+    """The same for a rollouter."""
     notes: tuple[str, ...] = ()
 
     @property

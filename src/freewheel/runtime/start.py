@@ -84,7 +84,7 @@ class RunRequest:
 
 def find_local_modules() -> None:
     """Let `module:name` be in the working directory, after everything else: nothing there replaces an installed module.
-    Ray's workers look where this process looks."""
+    Ray's workers search the same places as this process."""
     with contextlib.suppress(FileNotFoundError):  # the working directory was removed
         here = str(Path.cwd())
         if here not in sys.path:

@@ -256,7 +256,7 @@ class SentWeights(AnyWeights):
                     yield meeting
                 except Exception:  # not the engine's failure if the sender died: then the connection ends
                     connection.settimeout(LAST_WORD_S)
-                    with contextlib.suppress(TimeoutError, RuntimeError):  # it lives and reports by itself
+                    with contextlib.suppress(TimeoutError, RuntimeError):  # it is alive and reports its own errors
                         _read_answer(connection)
                     raise
                 _read_answer(connection)

@@ -59,7 +59,7 @@ def head_logprobs(
 def logits_to_logprobs(
     logits: Tensor, targets: Tensor, temperature: float = 1.0, *, entropy_grad: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return the same of complete logits, for models whose head is more than one matrix."""
+    """Return the same from complete logits, for models whose head is more than one matrix."""
     logits = logits.float() if temperature == 1 else logits.float() / temperature
     log_p = logits.log_softmax(-1)
     with nullcontext() if entropy_grad else torch.no_grad():

@@ -70,7 +70,8 @@ Loss = Callable[[LossInputs], LossOutputs]
 
 @dataclass(frozen=True)
 class Tally:
-    """Named sums over tokens. Merging the tallies of two micro-batches gives the tally of one with both's tokens.
+    """Named sums over tokens. Merging the tallies of two micro-batches gives the tally of one micro-batch with all
+    their tokens.
 
     Tensors stay on their device until `values` moves them all at once, so that no micro-batch waits for the device.
     """

@@ -40,8 +40,8 @@ def private_folder(path: str | os.PathLike[str]) -> Path:
 def open_private(path: str | os.PathLike[str], flags: int) -> int:
     """Open a file, or create a private one, and return its descriptor.
 
-    A symbolic link is refused with an `OSError`: in a run directory from somebody else it may lead to any file of the
-    user. Links to devices such as `/dev/null` are allowed.
+    A symbolic link is refused with an `OSError`: in a run directory from somebody else it may point to any of the
+    user's files. Links to devices such as `/dev/null` are allowed.
     """
     try:
         created = os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)

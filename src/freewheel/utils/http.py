@@ -15,7 +15,7 @@ from freewheel.errors import ConfigError
 class _NoHttpNoise(logging.Filter):
     """Drops aiohttp's tracebacks about requests that it cannot parse.
 
-    Anybody can send such requests, the client gets a 400, and the traceback shows parts of the bytes, which may hold a
+    Any client can send such requests. It gets a 400, and the traceback would show parts of the bytes, which may hold a
     token.
     """
 

@@ -68,8 +68,8 @@ END_S = 2.0
 
 @contextmanager
 def page_for_run(config: TrainConfig, shown: View) -> Iterator[None]:
-    """Serve the page of the run that `freewheel train` starts, if its settings ask for one. The address is shown and
-    goes into no file, because it grants access."""
+    """Serve the page of the run that `freewheel train` starts, if its settings ask for one. The address is shown but
+    not saved, because it grants access."""
     if not config.observe.dashboard or config.run_dir is None:
         yield
         return

@@ -72,7 +72,7 @@ class Settings:
 
     @property
     def staleness_threshold(self) -> int | None:
-        """Return the threshold that holds in the run's mode; None if neither mode nor key says."""
+        """Return the threshold that holds in the run's mode; None if neither the mode nor the key sets it."""
         told = self.number("async_training.staleness_threshold")
         return THRESHOLDS.get(self.text("mode"), None if told is None else int(told))
 

@@ -91,7 +91,7 @@ def _digest(text: str) -> bytes:
 EVERY_S = 1.0
 """Seconds between two looks: as often as a run writes a pulse."""
 ALIVE_S = 15.0
-"""Silence after which a sign of life is sent, so that each side notices when the other has gone."""
+"""After this much silence an `alive` event is sent, so that each side notices when the other is gone."""
 RETRY_MS = 1000
 MOST_STREAMS = 64
 

@@ -43,7 +43,7 @@ class Row:
 
 
 def response_length(item: Any) -> int:
-    """Return the length in tokens, as the agent loop counted it. Its mask shifts if a trajectory has several parts."""
+    """Return the length in tokens, as the agent loop counted it. That mask shifts if a trajectory has several parts."""
     length = item.non_tensor_batch.get("response_len")
     if length is not None:
         return int(length)

@@ -544,7 +544,7 @@ class ProcessorSharing:
     def leave(self, now: float, ticket: int) -> None:
         """Remove a request that nobody waits for any more. The others get its share from now on."""
         self._advance(now)
-        self._active.discard(ticket)  # its entry in the heap is skipped when it comes up
+        self._active.discard(ticket)  # its entry in the heap is skipped later
 
     def finished(self, now: float) -> list[int]:
         """The tickets that ended since the last call, in the order in which they ended."""
