@@ -64,7 +64,7 @@ async def test_scores_are_averaged_over_prompts_and_samples_of_all_versions():
 async def test_failures_of_the_engine_are_counted_and_raised_only_if_nothing_is_left(caplog: pytest.LogCaptureFixture):
     found = await run([1], [0], [1])
     assert (found.mean, found.failed, found.lengths.tolist()) == (1.0, 1, [[2], [0], [2]])
-    assert "1 of 3 prompts could not be generated for: it begins with 0" in caplog.text
+    assert "generation failed for 1 of 3 prompts: it begins with 0" in caplog.text
     with pytest.raises(EngineError, match="begins with 0"):
         await run([0], [0])
 

@@ -343,7 +343,7 @@ class Recorder:
             self._closed = True
             if self._alerts.unseen:
                 log.warning(
-                    "No metric was ever named %s: see observe.alerts, and docs/metrics.md for the names there are",
+                    "observe.alerts: no metric had the name %s; docs/metrics.md lists the names",
                     ", ".join(self._alerts.unseen),
                 )
             self._file.close()

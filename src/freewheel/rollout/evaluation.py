@@ -175,7 +175,7 @@ async def evaluate(
         for row in range(len(prompts)):
             tasks.create_task(run(row))
     if errors:
-        log.warning("Evaluation: %d of %d prompts could not be generated for: %s", len(errors), len(prompts), errors[0])
+        log.warning("Evaluation: generation failed for %d of %d prompts: %s", len(errors), len(prompts), errors[0])
         dead = [error for error in errors if isinstance(error, EngineDied)]  # a dead engine fails most prompts
         if dead or len(errors) == len(prompts):
             raise dead[0] if dead else errors[0]

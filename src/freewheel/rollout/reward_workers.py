@@ -207,7 +207,7 @@ class _Thread:
     def wait(self, timeout_s: float) -> None:
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            log.warning("A reward function did not return within %g s of the end; its thread is left", CLOSE_S)
+            log.warning("A reward function did not return within %g s of the end; its thread keeps running", CLOSE_S)
 
 
 def _finish(answer: asyncio.Future[Verdicts], verdicts: Verdicts) -> None:

@@ -274,7 +274,7 @@ class FullyAsyncMain:
         if damaged:
             check_journal(self.run_dir)
         why = "No checkpoint can be loaded" if damaged else "There is no checkpoint yet"
-        self._account.say(f"{why}: starting from the beginning, with what the journal has")
+        self._account.say(f"{why}: starting from the beginning, with the groups in the journal")
         return None
 
     # -- watch --------------------------------------------------------------------------------------------------------

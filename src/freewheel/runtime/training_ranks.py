@@ -94,7 +94,7 @@ class RankActor:
         while True:
             await asyncio.sleep(_BEAT_S)
             if self._pulse.is_silent(time.monotonic()):
-                log.error("%s hears nothing from the trainer and ends", self._name)
+                log.error("%s has not heard from the trainer and ends", self._name)
                 os._exit(_GROUP_BROKEN)
 
     async def _in(self, thread: ThreadPoolExecutor, work: Callable[[], T]) -> T:

@@ -136,13 +136,13 @@ def _check_key_travels(config: LengthPenaltyConfig) -> None:
         raise ConfigError(
             "reward.reward_kwargs.length_penalty_config.api_key",
             config.api_key,
-            "a key given as text does not travel to the actor that the reward workers share: leave api_key out, name "
+            "a key given as text is not sent to the actor that the reward workers share: leave api_key out, name "
             f"api_endpoint, and set {config.key_variable} in the environment where Ray is started, on every node "
             "(or set reward.num_workers=1)",
         )
     if there.key != config.api_key:
         log.warning(
-            "the key in %s is used, and not the other one in length_penalty_config.api_key: a key given as text does "
-            "not travel to the actor that the reward workers share",
+            "the key in %s is used, and not the other one in length_penalty_config.api_key: a key given as text is "
+            "not sent to the actor that the reward workers share",
             config.key_variable,
         )
