@@ -38,7 +38,7 @@ Exit codes: 0 no problem found; 1 a run would fail; 2 a flag cannot work.
 """
 _SHOW = "Output"
 _COLOURS = {"ok": "green", "warning": "yellow", "problem": "bold red"}
-"""By the state of a finding."""
+"""The colour of each state of a finding."""
 
 
 @takes(

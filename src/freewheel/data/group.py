@@ -47,7 +47,7 @@ class Prompt:
     """One row of the data, rendered."""
 
     tokens: Array
-    """int32."""
+    """int32: token ids."""
     row: Mapping[str, Any]
     """The fields of a sample: `data_source`, `reward_model`, `extra_info` and so on. Plain values only."""
 
@@ -57,7 +57,7 @@ class Response:
     """One generated response, before or after it was scored."""
 
     tokens: Array
-    """int32."""
+    """int32: token ids."""
     logprobs: Array
     """float32: the log-probability with which the engine sampled each token; 0 where `mask` is 0."""
     versions: Array

@@ -27,7 +27,7 @@ from freewheel.utils.findings import Finding, ok, problem, warning
 CALL_S = 20.0
 """A judge that needs longer cannot be distinguished from one that is down."""
 MODELS_S = 5.0
-"""For the list of models, after an unknown model name."""
+"""Time limit for the list of models, which is requested after an unknown model name."""
 NAMED = 5
 """Existing models named in a message."""
 WHAT = "judge"

@@ -40,7 +40,7 @@ THREADS_OF_AN_ACTOR = 32
 MEMORY_OF_RAY = int(0.7 * GIB)
 """Ray's processes without a run (measured, Ray 2.60)."""
 MEMORY_OF_AN_ACTOR = int(0.4 * GIB)
-"""With torch and transformers imported, before a model."""
+"""Memory of an actor that has imported torch and transformers but has no model yet."""
 ACTORS = 4
 """Actors of the smallest run: queue, synchronizer, trainer, one rollouter."""
 SMALLER_RUN = "model.path=A_SMALLER_MODEL rollout.replicas=1"

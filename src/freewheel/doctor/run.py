@@ -193,7 +193,7 @@ class Run:
     """What a command line means, as far as it could be read."""
 
     config: TrainConfig | None = None
-    """Without the refused settings."""
+    """The configuration without the refused settings."""
     plan: Plan | None = None
     """None if a setting had to be left out: the plan would belong to another run."""
     findings: list[Finding] = field(default_factory=list)

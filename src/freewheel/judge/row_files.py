@@ -48,7 +48,7 @@ class Line(NamedTuple):
     number: int
     """Counted from 1, blank lines included."""
     text: bytes
-    """Without its newline; empty if it is too long."""
+    """The line without its newline; empty if it is too long."""
     start: int
     end: int
     """The line's bytes in the file, newline included."""

@@ -78,12 +78,12 @@ class RecordedRun:
     step_s: float
     """Mean time from the end of a step to the end of the next."""
     train_s: tuple[float, ...]
-    """By step."""
+    """Seconds of training, by step."""
     step_tokens: tuple[float, ...]
     """Trained tokens, by step."""
     replicas: int
     slots: int
-    """Per replica."""
+    """Slots of each replica."""
     busy_per_token_s: float
     """Engine time per generated token."""
     decode_s: float | None = None
@@ -98,7 +98,7 @@ class RecordedRun:
     load_s: float = 0.0
     """How long an engine pauses to load a version."""
     sync_s: float = 0.0
-    """From a version's first transfer to its last confirmation."""
+    """Seconds from a version's first transfer to its last confirmation."""
     put_s: float = 0.0
     shared_gpu: bool | None = None
     """Whether training and generation shared a GPU. None: not recorded."""
@@ -399,14 +399,14 @@ class Accelerator:
 
     name: str
     flops: float
-    """bfloat16, dense, per second."""
+    """Dense bfloat16 operations per second."""
     memory_bytes: float
     bandwidth: float
     """Memory bandwidth in bytes per second."""
     node_link: float
-    """To others of its machine, bytes per second in one direction."""
+    """Speed of the link to other accelerators of the same machine, in bytes per second and direction."""
     network: float
-    """To other machines: 400 Gb/s each, as in reference designs, unless the source says otherwise."""
+    """Speed of the link to other machines: 400 Gb/s each, as in reference designs, unless the source says otherwise."""
     source: str
 
 
@@ -424,7 +424,7 @@ ACCELERATORS = {
         Accelerator("l40s", 362e12, 48e9, 0.864e12, 32e9, 25e9, "NVIDIA L40S data sheet; PCIe 4.0, 200 Gb/s network"),
     )
 }
-"""By the name that `--accelerator` takes."""
+"""Accelerators by the name that `--accelerator` takes."""
 
 
 @dataclass(frozen=True)

@@ -284,7 +284,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     slots_in_use: float
     """Mean share of the engines' slots in use."""
     whole_s: float
-    """From the start to the end of the last step."""
+    """Seconds from the start to the end of the last step."""
     busy_per_token_s: float
     """Engine time per token, over the whole run."""
     lives: int

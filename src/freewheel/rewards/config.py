@@ -71,7 +71,7 @@ class LengthPenaltyConfig:
     """Rule score, judge quality and length penalty of a reward manager. Every field is checked at construction."""
 
     enable: bool = True
-    """Length penalty on."""
+    """Whether there is a length penalty."""
     penalty_scale: float = 1.0
     """The penalty is multiplied by it."""
     max_penalty: float = 1.0
@@ -81,7 +81,7 @@ class LengthPenaltyConfig:
     outer_ratio: float = 0.5
     """From this distance on the penalty is `max_penalty`."""
     enable_openai_reward: bool | None = None
-    """Judge on. None: on if a key is given."""
+    """Whether the judge is on. None: on if a key is given."""
     api_key: Secret | None = None
     """The judge's key; text is accepted. None: `OPENAI_API_KEY`, but only where `api_endpoint` is given. For a server
     that needs no key, give `EMPTY`."""

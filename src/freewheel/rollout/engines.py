@@ -42,7 +42,7 @@ class GpuShare:
 
     gpu_bytes: int
     share: float
-    """Of the GPU's memory, for this engine."""
+    """This engine's share of the GPU's memory."""
     engines: int
     """Engines on that GPU."""
 

@@ -72,7 +72,7 @@ class _Item:
     response: Response
     call: Call
     sample: Sample | None
-    """For the judge and the length penalty."""
+    """The response as the judge and the length penalty need it."""
     added_s: float = 0.0
     rule: Verdict | None = None
     """The function's verdict."""

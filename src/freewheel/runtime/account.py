@@ -28,7 +28,7 @@ from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.recovery import AbandonedPrompts, Progress
 
 _EVENTS_KEPT = 20
-"""For the view; the log has all."""
+"""Events kept for the view; the log has all."""
 _RECENT_STEPS = 20
 """Steps from which the remaining time is estimated."""
 _RATE_NEEDS_S = 2.0

@@ -97,7 +97,7 @@ class _ComponentActor:
         return [] if self._part is None else list(self._part.drain_rows())
 
     async def close(self) -> None:
-        """The last call."""
+        """Close the component. No call follows."""
         end_recording()
 
 

@@ -372,7 +372,7 @@ class _Look:
 
     at: float
     spans: Mapping[str, Mapping[str, float]]
-    """By component."""
+    """Seconds by component and span."""
     scored: float
     """Requests sent to the judge so far; without a judge, responses that have ended."""
     held_back: bool | None

@@ -88,7 +88,7 @@ class _Attempts:
     took_s: float = 0.0
     attempts: int = 0
     error: str = ""
-    """Of the last attempt that failed, even if a later one succeeded."""
+    """The error of the last attempt that failed, even if a later one succeeded."""
 
 
 @dataclass

@@ -91,7 +91,7 @@ class World:
     host_mesh: DeviceMesh
     """The same processes' host memory."""
     objects: dist.ProcessGroup
-    """For small objects that are not on a device."""
+    """The group for small objects that are not on a device."""
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks, in their order."""

@@ -30,7 +30,7 @@ class Row:
     id: str
     """Unique per row. A row that is submitted twice is still one row."""
     sample: Sample
-    """Without its text if no judge needs it."""
+    """The sample, without its text if no judge needs it."""
     sizes: tuple[int, ...]
     rule: Scored | None
     """None if `compute_score` raised."""
