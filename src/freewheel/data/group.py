@@ -67,7 +67,7 @@ class Response:
     not trained on."""
     finish: Finish
     verdict: Verdict | None = None
-    """None before scoring."""
+    """The verdict; None before scoring."""
     reward: float = math.nan
     """The shaped reward that is trained on. NaN masks the response."""
     raw_reward: float = math.nan

@@ -36,7 +36,7 @@ RAISED_TO = 65536
 PROCESSES_OF_A_RUN = 600
 """Processes and threads of the smallest run: Ray's nine processes and the actors."""
 THREADS_OF_AN_ACTOR = 32
-"""Its process, threads of Ray and torch, and its judge."""
+"""Processes and threads of one actor: its process, threads of Ray and torch, and its judge."""
 MEMORY_OF_RAY = int(0.7 * GIB)
 """Ray's processes without a run (measured, Ray 2.60)."""
 MEMORY_OF_AN_ACTOR = int(0.4 * GIB)

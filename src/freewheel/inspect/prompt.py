@@ -29,7 +29,7 @@ TOKENIZER = "tokenizer.json"
 
 class ResponseLife(msgspec.Struct, frozen=True, kw_only=True):
     text: str | None
-    """None: no tokenizer was found."""
+    """The text of the response. None: no tokenizer was found."""
     tokens: list[int]
     finish: str
     value: float | None

@@ -96,7 +96,7 @@ class Price(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     input: NotNegative
     """Per million prompt tokens."""
     output: NotNegative
-    """Per million completion tokens."""
+    """The price per million completion tokens."""
 
     def __post_init__(self) -> None:
         check_fields(self, "prices.")
@@ -154,7 +154,7 @@ class JudgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     concurrency_start: Count = START
     """Concurrency limit at the first use of a judge. It adapts from there."""
     temperature: NotNegative | None = 0.0
-    """None leaves it out of the request."""
+    """Sampling temperature. None leaves it out of the request."""
     max_tokens: Count | None = None
     """Longest reply in tokens. None leaves it out of the request. A reply that is cut off is not read as a score."""
     sampling: dict[str, Any] = {}

@@ -176,7 +176,7 @@ class Permit(NamedTuple):
     probe: bool
 
     def without(self, held_s: float) -> Permit:
-        """As if it had been sent `held_s` later: the time of a slow client is not the judge's latency."""
+        """Count the call as sent `held_s` later: the time of a slow client is not the judge's latency."""
         if not held_s:
             return self
         sent_at, level = self.ticket

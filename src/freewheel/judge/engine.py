@@ -142,7 +142,7 @@ class Engine:
         self._inflight: dict[bytes, InFlightRequest] = {}
         self._ready: deque[InFlightRequest] = deque()
         self._started: set[InFlightRequest] = set()
-        """Those that have been sent at least once: their deadlines run."""
+        """Requests that have been sent at least once: their deadlines run."""
         self._busy = asyncio.Event()
         """Set while a batch is open."""
         self._lag_s = 0.0

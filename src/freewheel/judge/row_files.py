@@ -224,9 +224,9 @@ class Tally(msgspec.Struct, kw_only=True):
     skipped: int = 0
     malformed: int = 0
     cached: int = 0
-    """Of `scored`: answered from the cache, at no cost."""
+    """Rows among `scored` that were answered from the cache, at no cost."""
     reasons: dict[str, int] = {}
-    """`failed` by reason."""
+    """Number of `failed` rows by reason."""
     first_failure: str = ""
     """The line and the fault of the first of `failed`."""
 

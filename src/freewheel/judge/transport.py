@@ -79,7 +79,7 @@ class Submit(msgspec.Struct, tag=True, array_like=True):
     indexes: list[int]
     requests: list[JudgeRequest]
     deadline_at: float | None
-    """In `time.monotonic()` seconds, which all processes of a machine share."""
+    """The deadline in `time.monotonic()` seconds, which all processes of a machine share."""
 
 
 class Cancel(msgspec.Struct, tag=True, array_like=True):

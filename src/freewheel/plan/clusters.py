@@ -375,7 +375,7 @@ LEAST_CACHE = 0.3
 MFU = 0.48
 """Share of peak arithmetic that a training step reaches: measured with a 1.5B model on an H200."""
 FLOPS_PER_PARAMETER = 6
-"""Per token: two for the forward pass, four for the backward pass."""
+"""Operations per parameter and token: two for the forward pass, four for the backward pass."""
 HOST_PER_SEQUENCE_S = 46e-6
 """Host time of a decoding step per sequence. 20,700 tokens/s of a 0.5B model with 256 sequences on an H200 are 12.4 ms
 per step, of which the accelerator needs 0.6 ms."""

@@ -69,7 +69,7 @@ class Stored(msgspec.Struct, frozen=True):
     ticket: Ticket
     min_version: int
     data: bytes | memoryview
-    """As `PromptGroup.encode` made it."""
+    """The group as `PromptGroup.encode` made it."""
     wall_s: float
 
 

@@ -409,7 +409,7 @@ class Outbox:
         self._put = put
         self._idle = idle
         self._groups: dict[int, tuple[EncodedGroup, float]] = {}
-        """By sequence: the group, and when it was added."""
+        """Groups by sequence, with the time at which each was added."""
         self._has_groups = asyncio.Event()
 
     def __len__(self) -> int:

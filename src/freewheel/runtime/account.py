@@ -94,7 +94,7 @@ class RunAccount:
     ) -> None:
         self.step = 0
         self.statistics: dict[str, dict[str, Any]] = {}
-        """By component: trainer, rollouter (all replicas together), queue, sync."""
+        """The last statistics by component: trainer, rollouter (all replicas together), queue, sync."""
         self.progress = Progress(clock())
         self.waits: Waits = {}
         """Shares of the whole run by component and span, without replayed steps."""

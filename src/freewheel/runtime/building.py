@@ -481,7 +481,7 @@ class Prompts:
     def __init__(self, config: TrainConfig, tokenizer: Any) -> None:
         self.task: Task = get_task(config.data.task)
         self.longest_tokens = 1
-        """Of the prompts rendered so far. An engine's slots must hold them."""
+        """Tokens of the longest prompt rendered so far. An engine's slots must hold it."""
         self._config = config
         self._tokenizer = tokenizer
 

@@ -43,7 +43,7 @@ _CONNECT_S = 5.0
 _RESOLVE_S = 5.0
 """Added for name resolution, which has no time limit if the resolver is unreachable."""
 _NEW = "local"
-"""As an address: start a new cluster."""
+"""As an address, it means: start a new cluster."""
 _ADDRESS_VARIABLE = "RAY_ADDRESS"
 """The address that `auto` means, if it is set. Otherwise Ray finds a cluster among this machine's processes."""
 

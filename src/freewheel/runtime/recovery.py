@@ -83,7 +83,7 @@ class Restarts:
 
 @dataclass(frozen=True)
 class Stall:
-    """Nothing moves."""
+    """The run makes no progress."""
 
     why: str
     is_training: bool

@@ -267,7 +267,7 @@ class Poller:
 
     def __init__(self) -> None:
         self.silent: Counter[str] = Counter()
-        """By component: unanswered questions in a row."""
+        """Unanswered questions in a row, by component."""
         self._open: dict[str, asyncio.Future[Any]] = {}
 
     @property

@@ -294,7 +294,7 @@ class WeightServer:
         self._offered: weakref.WeakValueDictionary[int, DeviceWeights] = weakref.WeakValueDictionary()
         self._keys = itertools.count(1)
         self._groups: dict[str, tuple[str, TorchGroup]] = {}
-        """By replica: its process, and the group."""
+        """The process and the group of each replica."""
         self._locks: dict[str, threading.Lock] = {}
         threading.Thread(target=self._run, name="freewheel-sending", daemon=True).start()
 

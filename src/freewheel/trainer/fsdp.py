@@ -81,7 +81,7 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """This process in the group that trains together."""
+    """This process as a member of the group that trains together."""
 
     rank: int
     size: int
