@@ -1,5 +1,4 @@
-"""freewheel: asynchronous reinforcement-learning post-training: no accelerator waits for work that it does not depend
-on.
+"""Asynchronous reinforcement-learning post-training in which no accelerator waits for work that it does not depend on.
 
     import freewheel as fw
 

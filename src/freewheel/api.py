@@ -568,7 +568,7 @@ def _as_lines(key: str, rows: Iterable[Any]) -> list[bytes]:
 
 
 def _plain_value(value: Any) -> Any:
-    """numpy's and torch's numbers and arrays as Python's."""
+    """Convert numbers and arrays of numpy and torch to Python's."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"it holds a {type(value).__name__}: give text, numbers, lists and mappings")

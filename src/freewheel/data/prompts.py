@@ -193,7 +193,7 @@ class PromptStream:
     """
 
     def __init__(self, prompts: Sequence[Any], *, seed: int, shuffle: bool = True, epochs: int | None = None) -> None:
-        """`epochs=None`: endless."""
+        """With `epochs=None` the stream is endless."""
         if not len(prompts):
             raise DataError("prompts = []: a prompt stream needs at least one prompt")
         if not isinstance(seed, int) or not 0 <= seed < 1 << SEED_BITS:

@@ -356,7 +356,7 @@ class GpuProcess:
     process: int
     name: str
     n_bytes: int
-    """0 if the driver does not tell."""
+    """Bytes that it uses; 0 if the driver does not report them."""
 
 
 @dataclass(frozen=True, kw_only=True)

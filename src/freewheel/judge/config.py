@@ -94,7 +94,7 @@ class Price(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """The price of a model, in your currency per million tokens."""
 
     input: NotNegative
-    """Per million prompt tokens."""
+    """The price per million prompt tokens."""
     output: NotNegative
     """The price per million completion tokens."""
 
