@@ -160,6 +160,7 @@ def test_the_timeline_shows_how_much_is_left_out(page):
 def test_samples_are_searched_filtered_and_walked_through(page):
     view(page, "samples")
     page.wait_for_selector(".card[aria-current=true]")
+    page.wait_for_selector(".token-run")
     assert page.locator(".token-run").count() >= 8
     first = page.inner_text(".card[aria-current=true]")
     page.keyboard.press("j")

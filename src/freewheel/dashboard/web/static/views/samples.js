@@ -15,7 +15,7 @@ export function mount(root, app, rest) {
   let current = null;
   let destroyed = false;
   let requests = 0;
-  const search = h("input", { class: "field", type: "search", placeholder: "Search prompts, or #number", "aria-label": "Search prompts, or #number", size: "26", value: rest[0] ? `#${rest[0]}` : "" });
+  const search = h("input", { class: "field", type: "search", placeholder: "Prompt text or #number", "aria-label": "Search prompts, or #number", size: "26", value: rest[0] ? `#${rest[0]}` : "" });
   const filters = FILTERS.map(([name, label]) => h("button", { type: "button", class: "button", "aria-pressed": String(name === filter), onclick: () => {
     filter = name;
     filters.forEach((button, index) => button.setAttribute("aria-pressed", String(FILTERS[index][0] === filter)));
