@@ -102,6 +102,14 @@ def test_the_later_of_two_attempts_at_one_prompt_continues(journal: Journal) -> 
     assert again(journal, a=[ticket(1)]).policy.next_sequence == 1024, "a sequence below may have been given out"
 
 
+def test_of_two_groups_stored_for_one_prompt_one_is_trained(journal: Journal) -> None:
+    second = [Stored(ticket(one, sequence=7 + one, attempt=1), 0, b"", 0.0) for one in (0, 1)]
+    journal.append([*stored(0, 1, 2), *second, took(1, 0)])
+    found = again(journal)
+    assert (found.policy.taken, found.policy.untaken) == ([0], {1: True, 2: True})
+    assert issued(found, 1) == [(3, 0)]
+
+
 def test_failed_attempts_still_count(journal: Journal) -> None:
     journal.append([failed(ticket(0)), failed(ticket(0, sequence=1, attempt=1)), failed(ticket(2), None, "stale")])
     found = again(journal)
