@@ -186,9 +186,11 @@ def test_settings_of_the_call_override_the_environment(call: Any, monitored: Mon
         ([{"question": "q"}, {"question": "q"}], 8.0),
         ([None, None], 8.0),
         ([{"uid": "a"}, {"uid": "b"}], 1.0),
+        ([{"uid": "a", "index": 0}, {"uid": "a", "index": 1}], 8.0),
+        ([{"uid": "a", "question": "q"}, {"uid": "b", "question": "q"}], 1.0),
     ],
 )
-def test_rows_with_equal_uid_question_or_truth_are_a_group(
+def test_rows_with_equal_uid_else_question_else_truth_are_a_group(
     call: Any, monitored: Monitored, infos: list[Any], second: float
 ) -> None:
     monitored(scores={"good": "7", "broken": "no idea"})
