@@ -312,6 +312,31 @@ def test_a_kill_before_any_change_to_the_disk_leaves_a_whole_checkpoint(tmp_path
     assert oldest == newest - 1, "the save that was not killed has removed what is no longer kept"
 
 
+def test_everything_in_a_checkpoint_is_on_the_disk_before_it_has_its_name(store: CheckpointStore, monkeypatch):
+    """A power cut keeps what was synced, and any later rename."""
+    fsync, replace = os.fsync, Path.replace
+    synced: set[tuple[int, int]] = set()
+    named: list[Path] = []
+
+    def state(about: os.stat_result) -> tuple[int, int]:
+        return about.st_ino, about.st_mtime_ns
+
+    def watched_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        synced.add(state(os.fstat(descriptor)))
+
+    def watched_replace(scratch: Path, target: Path) -> Path:
+        unsynced = [path for path in (scratch, *scratch.rglob("*")) if state(path.stat()) not in synced]
+        assert not unsynced
+        named.append(target)
+        return replace(scratch, target)
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(Path, "replace", watched_replace)
+    assert [save(store, 1)] == named
+    assert state(store.folder.stat()) in synced
+
+
 KILLED_AT_RANDOM = """
     import itertools, os, random, signal, sys, time
     import torch
