@@ -82,6 +82,17 @@ def test_log_probabilities_are_the_models_own_at_the_sampling_temperature(name, 
         assert_same(shared, logprobs(policy, shared), wanted)
 
 
+def test_a_cap_that_changes_logits_by_a_few_percent_is_not_left_out() -> None:
+    policy, plain = make_policy(mildly_capped()), mildly_capped()
+    assert_same(BATCH, logprobs(policy, BATCH), by_the_model(plain))
+
+
+def mildly_capped() -> Any:
+    model = tiny_gemma2()
+    model.config.final_logit_softcapping = 20.0
+    return model
+
+
 @pytest.mark.parametrize(("window", "shares"), [(4, False), (1000, False), (4096, True)])
 def test_a_model_shares_prompts_unless_a_window_would_hide_them(window: int, shares: bool) -> None:
     """A window of 1,000 tokens would show only in longer rows than the probe's."""
