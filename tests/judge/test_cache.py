@@ -185,7 +185,9 @@ def test_the_file_stays_within_its_bound_and_keeps_what_is_new_or_in_use(
     path: Path, opened: OpenStore, clock: Clock
 ) -> None:
     store = opened(max_bytes=2 * MIB, wall_clock=clock)
-    fill(store, range(1_000), size=600)
+    fill(store, range(100), size=600)
+    clock.now += 1
+    fill(store, range(100, 1_000), size=600)
     store.put(key("large"), reply("large", 2 * MIB))  # cannot be kept, and drives out no other
     clock.now += 3_600
     assert present(store, range(100)) == set(range(100))
