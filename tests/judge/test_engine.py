@@ -364,6 +364,13 @@ async def test_an_outage_meets_few_calls_and_costs_no_verdict(mock: Mock, bench:
     assert wasted <= 2 * in_flight + Breaker.CONSECUTIVE + 10, "those in flight, twice; the breaker's; a few probes"
 
 
+async def test_probes_that_fail_cost_their_request_no_attempt(mock: Mock, bench: Any) -> None:
+    judge = mock(outages=((0.0, 1.2),), outage_kind="503")  # two probes of one request
+    async with bench(judge.url, concurrency=f"fixed:{Breaker.CONSECUTIVE}", max_attempts=3) as engine:
+        verdicts = await engine.score(texts(Breaker.CONSECUTIVE))
+    assert reasons(verdicts) == {"scored"}
+
+
 @pytest.mark.parametrize("kind", ["dead", "hangs", "nameless"])
 async def test_an_endpoint_that_never_answers_fails_everything_within_the_requests_deadline(
     mock: Mock, bench: Any, kind: str
