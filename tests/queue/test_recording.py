@@ -288,6 +288,28 @@ async def test_a_failure_that_is_reported_again_to_the_successor_counts_once(bui
     assert queue.ledger.abandoned == {"reward": 1}
 
 
+@pytest.mark.parametrize("state", ["not written", "stored", "taken", "trained"])
+async def test_a_group_that_is_put_again_to_the_successor_counts_once(build: Build, state: str) -> None:
+    """Its rollouter had no answer when the queue died, and still has the ticket."""
+    one = build()
+    tickets = await one.admit(2)
+    await one.queue.put(block(tickets), wait_s=NOW_S)
+    if state != "not written":
+        await one.disk()
+    if state in ("taken", "trained"):
+        await one.take(1)
+    if state == "trained":
+        await one.commit(1)
+    queue = one.restart(a=tickets)
+    for _ in range(2):
+        await one.put(*tickets)
+    assert queue.dropped == {"late": 2 if state == "not written" else 4}
+    if state != "trained":
+        assert await one.take(1) == [0, 1]
+    await one.commit(1)
+    assert (queue.total_produced, queue.ledger.trained, queue.policy.ready) == (2, 2, 0)
+
+
 async def test_the_successor_replaces_stale_groups_once(build: Build) -> None:
     one = build(threshold=2)
     await one.fill(5)
@@ -312,7 +334,7 @@ async def test_the_successor_fills_a_step_that_lacked_groups(build: Build) -> No
 
 
 async def test_the_successor_admits_only_what_the_published_version_allows(build: Build) -> None:
-    one = build()
+    one = build(threshold=2)
     await one.fill(4)
     for step in (1, 2):
         await one.take(step)
@@ -323,7 +345,7 @@ async def test_the_successor_admits_only_what_the_published_version_allows(build
     for version in (0, 1, 1, 2):
         await queue.confirm_published(version)
         rooms.append(queue.policy.room)
-    assert rooms == [0, 0, 2, 2, 4]
+    assert rooms == [0, 2, 4, 4, 6], "none before it is known"
 
 
 async def test_the_successor_continues_the_counts(build: Build) -> None:
