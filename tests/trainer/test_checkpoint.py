@@ -312,11 +312,13 @@ def test_a_kill_before_any_change_to_the_disk_leaves_a_whole_checkpoint(tmp_path
     assert oldest == newest - 1, "the save that was not killed has removed what is no longer kept"
 
 
-def test_everything_in_a_checkpoint_is_on_the_disk_before_it_has_its_name(store: CheckpointStore, monkeypatch):
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name_and_before_an_old_one_goes(
+    store: CheckpointStore, monkeypatch
+):
     """A power cut keeps what was synced, and any later rename."""
-    fsync, replace = os.fsync, Path.replace
+    fsync, replace, rmtree = os.fsync, Path.replace, module.shutil.rmtree
     synced: set[tuple[int, int]] = set()
-    named: list[Path] = []
+    removed: list[str] = []
 
     def state(about: os.stat_result) -> tuple[int, int]:
         return about.st_ino, about.st_mtime_ns
@@ -328,13 +330,20 @@ def test_everything_in_a_checkpoint_is_on_the_disk_before_it_has_its_name(store:
     def watched_replace(scratch: Path, target: Path) -> Path:
         unsynced = [path for path in (scratch, *scratch.rglob("*")) if state(path.stat()) not in synced]
         assert not unsynced
-        named.append(target)
         return replace(scratch, target)
+
+    def watched_rmtree(old: Path, **options: Any) -> None:
+        if old.exists():
+            assert state(old.parent.stat()) in synced
+            removed.append(old.name)
+        rmtree(old, **options)
 
     monkeypatch.setattr(os, "fsync", watched_fsync)
     monkeypatch.setattr(Path, "replace", watched_replace)
-    assert [save(store, 1)] == named
-    assert state(store.folder.stat()) in synced
+    monkeypatch.setattr(module.shutil, "rmtree", watched_rmtree)
+    for step in (1, 1, 2, 3):
+        save(store, step)
+    assert removed == [f"step_000001{module.REPLACED}", "step_000001"]
 
 
 KILLED_AT_RANDOM = """
