@@ -133,6 +133,20 @@ async def test_a_failed_prompt_waits_for_its_next_attempt_only_if_an_engine_fail
     assert not one.queue._delayed, "a closed queue has no attempt to wait for"
 
 
+async def test_each_attempt_after_a_failed_engine_waits_twice_as_long_up_to_a_bound() -> None:
+    one = Scene(threshold=0, prompts=1, retry_delay_s=10.0)
+    failure = infra_failure("engine", "no memory")
+    waits = []
+    for _ in range(3):
+        (ticket,) = await one.admit(1)
+        await one.queue.fail(ticket, failure)
+        timer = one.queue._delayed[ticket.ordinal]
+        waits.append(timer.when() - asyncio.get_running_loop().time())
+        timer.cancel()
+        one.queue._retry_or_abandon(ticket, failure)
+    assert waits == pytest.approx([10, 20, 30], abs=5)
+
+
 # -- replicas that die ------------------------------------------------------------------------------------------------
 
 

@@ -156,6 +156,15 @@ def test_groups_that_a_dead_trainer_took_are_ready_again(journal: Journal) -> No
     assert found.policy.untaken == {1: True, 2: True}
 
 
+def test_steps_after_the_checkpoint_are_trained_again_with_their_groups(journal: Journal) -> None:
+    journal.append([*trained(1, 0), *trained(2, 1), *trained(3, 2)])
+    journal.compact(step=1, frontier=Frontier(low=1, trained=1), keep_groups=0)
+    found = again(journal, mark(1, 1))
+    assert (found.step, found.base, found.policy.version, found.ledger.trained) == (3, 1, 3, 3)
+    assert "Steps 2 to 3 are in the journal" in found.notes[0]
+    assert [one.ticket.ordinal for step in (2, 3) for one in journal.groups(step) or []] == [1, 2]
+
+
 def test_a_recorded_step_that_is_not_whole_is_forgotten_with_all_after_it(journal: Journal) -> None:
     journal.append([*trained(1, 0), *trained(2, 1), *stored(5, version=2), *trained(3, 2, 6), *trained(4, 3)])
     damage(journal, 2)
