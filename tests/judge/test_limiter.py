@@ -166,6 +166,17 @@ def test_only_sustained_overload_errors_lower_the_limit(faults: int, rounds: int
     assert (limiter.limit < 40) is lowers
 
 
+def test_a_burst_of_overload_errors_cuts_the_limit_once() -> None:
+    limiter = Limiter(memory=LimiterMemory(window=40.0, bound=40.0, rtt_s=1.0))
+    out = fill(limiter, 0.0)
+    while len(out) > 8:
+        limiter.succeeded(out.pop(), 1.0)
+    before = limiter.limit
+    for ticket in out:
+        limiter.faulted(ticket, 1.0, overload=True)
+    assert 0.85 * before < limiter.limit < before
+
+
 def test_a_judge_that_refuses_everything_is_asked_seldom_and_found_again_when_it_is_back() -> None:
     limiter = Limiter(memory=LimiterMemory(window=60.0, bound=60.0, rtt_s=1.0))
     now = 0.0
