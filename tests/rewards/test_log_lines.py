@@ -6,6 +6,7 @@ import io
 import logging
 import re
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +52,20 @@ def test_a_manager_logs_its_start_its_batches_and_its_end(
     shut_down = [SHUTTING_DOWN, SHUT_DOWN] if use_async_io else [NOTHING_TO_SHUT_DOWN]
     assert logged(logging.INFO)[before:] == [*shut_down, NOTHING_TO_SHUT_DOWN]
     assert all(line.isascii() for line in logged()) and capsys.readouterr().out == ""
+
+
+def test_the_logged_time_of_a_batch_ends_with_its_last_verdict(
+    mock: Mock, make_manager: MakeManager, logged: Logged
+) -> None:
+    began = time.monotonic()
+    handle = make_manager(mock().url, use_async_io=True).submit(batch_of("yes"))
+    while not handle.done():
+        time.sleep(0.01)
+    done_s = time.monotonic() - began
+    time.sleep(1.0)
+    handle.result()
+    took_s, _ = map(float, re.findall(r"\d+\.\d\d", logged(logging.INFO)[-1]))
+    assert took_s < done_s + 0.1
 
 
 NO_KEY = "No API key: rewards are rule score and length penalty only, and no request is made. Give api_key"
