@@ -143,6 +143,19 @@ async def test_a_response_that_breaks_a_batch_fails_alone(make_stage: MakeStage)
     assert rewards[1].verdict.summary.startswith("ZeroDivisionError")
 
 
+async def test_a_batch_that_times_out_is_not_scored_again_one_by_one(make_stage: MakeStage):
+    sizes: list[int] = []
+
+    async def score(solution_strs: list[str]) -> list[float]:
+        sizes.append(len(solution_strs))
+        await asyncio.Event().wait()
+        return []
+
+    with pytest.raises(ScoringFailed, match=r"reward\.timeout_s = 0\.2"):
+        await scored(make_stage(score, timeout_s=0.2), "a", "b")
+    assert sizes == [2]
+
+
 # -- failures ---------------------------------------------------------------------------------------------------------
 
 
