@@ -480,7 +480,7 @@ class ScoringJob:
         return Stopped(reason=why.reason, detail=why.detail, next_line=self._next_line)
 
     def _cancel_all(self) -> None:
-        for _, handle in self._open:
+        for _, handle in reversed(self._open):  # the oldest holds the slots: nothing may be left that could take them
             handle.cancel()
 
     def _report(self) -> None:
