@@ -35,7 +35,7 @@ import msgspec
 from freewheel.judge.config import JudgeConfig, Secret
 from freewheel.judge.request import JudgeRequest
 from freewheel.judge.stats import JudgeStats
-from freewheel.judge.verdict import EngineDied, JudgeError, Verdict
+from freewheel.judge.verdict import JudgeDied, JudgeError, Verdict
 from freewheel.utils.processes import end_with
 from freewheel.utils.waiting import wait_for_event, wait_in_slices
 
@@ -481,7 +481,7 @@ class Link:
 
     def _give_up(self, why: str) -> None:
         self._ending = True
-        self._tracker.end(EngineDied(why))
+        self._tracker.end(JudgeDied(why))
 
     def _break_down(self, error: Exception) -> None:
         log.exception("the judge's link broke")

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from freewheel.errors import ConfigError
 from freewheel.judge import Handle, Judge
 from freewheel.judge.config import Secret
-from freewheel.judge.verdict import EngineDied, Failed, JudgeClosed, Verdict
+from freewheel.judge.verdict import Failed, JudgeClosed, JudgeDied, Verdict
 from freewheel.rewards.config import CACHE_VARIABLE, KEY_VARIABLE, LengthPenaltyConfig, as_config, env_flag
 from freewheel.rewards.openai_manager import wait_for
 from freewheel.rewards.rules import rule_score
@@ -184,7 +184,7 @@ def _submit(call: _Call) -> tuple[Handle, LengthPenaltyConfig]:
     requests = judge_requests(call.samples, call.rules, config)
     try:
         return judge.submit(requests), config
-    except (EngineDied, JudgeClosed):  # this judge has ended for good: take a new one
+    except (JudgeDied, JudgeClosed):  # this judge has ended for good: take a new one
         with _lock:
             for identity in [identity for identity, (known, _) in _judges.items() if known is judge]:
                 del _judges[identity]
