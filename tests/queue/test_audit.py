@@ -9,7 +9,7 @@ import pytest
 
 from freewheel.data.group import Ticket
 from freewheel.queue.audit import MOST_LISTED, audit
-from freewheel.queue.journal import Abandoned, CheckpointMark, Committed, Event, Failed, Journal, Stored, Took
+from freewheel.queue.journal import Abandoned, AttemptFailed, CheckpointMark, Committed, Event, Journal, Stored, Took
 from freewheel.queue.ledger import Frontier, Ledger, infra_failure
 
 NOW_S = 1000.0
@@ -30,8 +30,8 @@ def stored(ordinal: int, *, sequence: int | None = None, min_version: int = 0) -
     return Stored(Ticket(ordinal, ordinal if sequence is None else sequence), min_version, b"", NOW_S)
 
 
-def failed(ordinal: int, reason: str = "engine", *, sequence: int) -> Failed:
-    return Failed(Ticket(ordinal, sequence), "infra", reason, "it broke", NOW_S)
+def failed(ordinal: int, reason: str = "engine", *, sequence: int) -> AttemptFailed:
+    return AttemptFailed(Ticket(ordinal, sequence), "infra", reason, "it broke", NOW_S)
 
 
 def gone(ordinal: int, reason: str = "zero_variance") -> Abandoned:
@@ -103,7 +103,7 @@ def test_the_journal_of_any_ledger_is_clean(journal: Journal, seed: int):
             happened = draw.random()
             if happened < 0.1:
                 ledger.fail(ordinal, infra_failure("engine", "died"))
-                journal.append([Failed(ticket, "infra", "engine", "died", NOW_S)])
+                journal.append([AttemptFailed(ticket, "infra", "engine", "died", NOW_S)])
             elif happened < 0.2:
                 ledger.abandon(ordinal, "zero_variance")
                 journal.append([Abandoned(ordinal, attempt, "zero_variance", NOW_S)])

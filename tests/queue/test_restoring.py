@@ -9,10 +9,10 @@ import pytest
 from freewheel.data.group import Ticket
 from freewheel.queue.journal import (
     Abandoned,
+    AttemptFailed,
     CheckpointMark,
     Committed,
     Event,
-    Failed,
     Journal,
     JournalDamaged,
     Reserved,
@@ -40,8 +40,8 @@ def trained(step: int, *ordinals: int, version: int | None = None) -> list[Event
     return [*stored(*ordinals, version=before), took(step, *ordinals), Committed(step, after, float(step))]
 
 
-def failed(one: Ticket, kind: Kind | None = Kind.INFRA, reason: str = "engine") -> Failed:
-    return Failed(one, kind, reason, "", 0.0)
+def failed(one: Ticket, kind: Kind | None = Kind.INFRA, reason: str = "engine") -> AttemptFailed:
+    return AttemptFailed(one, kind, reason, "", 0.0)
 
 
 def damage(journal: Journal, sequence: int) -> None:

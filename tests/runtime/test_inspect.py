@@ -23,7 +23,7 @@ from freewheel.inspect.run import shown
 from freewheel.judge import verdict
 from freewheel.observe.run_folder import JOURNAL
 from freewheel.queue.audit import Audit, audit
-from freewheel.queue.journal import Abandoned, Committed, Failed, Journal, Stored, Took
+from freewheel.queue.journal import Abandoned, AttemptFailed, Committed, Journal, Stored, Took
 from freewheel.queue.ledger import Frontier
 from freewheel.runtime.config import JournalConfig, TrainConfig
 from freewheel.runtime.start import write_config
@@ -73,8 +73,8 @@ def write_run(folder: Path, *, steps: int = 2, keep_groups: int = 100) -> Journa
     CheckpointStore(folder, keep_last=2).save(1, state=state, fill=lambda folder: None)
     journal.compact(step=1, frontier=frontier, keep_groups=keep_groups)
     journal.append([stored(7), Abandoned(9, 0, "zero_variance", NOW_S + 7)])
-    journal.append([Failed(Ticket(8, 40), "infra", "engine", "CUDA error", NOW_S + 8)])
-    journal.append([Failed(Ticket(3, 1), None, "lost", "rollouter-0 died", NOW_S + 1)])
+    journal.append([AttemptFailed(Ticket(8, 40), "infra", "engine", "CUDA error", NOW_S + 8)])
+    journal.append([AttemptFailed(Ticket(3, 1), None, "lost", "rollouter-0 died", NOW_S + 1)])
     return journal
 
 

@@ -30,9 +30,9 @@ from freewheel.data.group import EncodedGroup, EncodedGroups, Ticket
 from freewheel.queue.client import Admission, Taken
 from freewheel.queue.journal import (
     Abandoned,
+    AttemptFailed,
     Committed,
     Event,
-    Failed,
     Journal,
     JournalClosed,
     JournalDamaged,
@@ -256,7 +256,7 @@ class MessageQueue:
         if ticket.sequence not in self._owners:
             return
         self._release(ticket.sequence, failure.reason)
-        self._write(Failed(ticket, failure.kind, failure.reason, failure.detail, time.time()))
+        self._write(AttemptFailed(ticket, failure.kind, failure.reason, failure.detail, time.time()))
         if self._retry_delay_s and failure.kind is Kind.INFRA and failure.reason != "lost":
             delay_s = min(self._retry_delay_s * 2**ticket.attempt, LONGEST_RETRY_DELAY_S)
             loop = asyncio.get_running_loop()
@@ -569,7 +569,7 @@ class MessageQueue:
         fault. Returns the event for the journal."""
         self._release(ticket.sequence, reason)
         self.ledger.retry(ticket.ordinal, reason)
-        return Failed(ticket, None, reason, "", time.time())
+        return AttemptFailed(ticket, None, reason, "", time.time())
 
     def _release(self, sequence: int, reason: str) -> None:
         """Free the slot of a group that will not be trained."""
