@@ -17,7 +17,7 @@ import msgspec
 
 from freewheel.judge.config import Endpoint, JudgeConfig, parse_concurrency
 from freewheel.judge.limiter import Limiter, LimiterMemory, Ticket
-from freewheel.judge.outcome import HALTS, INFRA, WAITS, Failure, Kind, Reply
+from freewheel.judge.outcome import HALTS, INFRA, WAITS, CallFailure, FailureKind, Reply
 from freewheel.judge.pacing import Pacer
 from freewheel.judge.stats import EndpointStats, State
 
@@ -197,7 +197,7 @@ class EndpointState:
         self.breaker = Breaker()
         self.latencies: deque[float] = deque(maxlen=LATENCIES_KEPT)
         self.patience = AttemptPatience(config.attempt_timeout_s, self.latencies)
-        self.halted: Failure | None = None
+        self.halted: CallFailure | None = None
         """The failure after which nothing more is sent here."""
         self.reserved_cost = 0.0
         """The most that the calls under way may cost."""
@@ -269,31 +269,31 @@ class EndpointState:
         if reply.rate is not None:
             self.pacer.observed(now, reply.rate)
 
-    def failed(self, permit: Permit, now: float, failure: Failure) -> Failure:
+    def failed(self, permit: Permit, now: float, failure: CallFailure) -> CallFailure:
         """The call failed. Returns what the failure means at this endpoint.
 
         A 403 from an endpoint that never answered is about our key. After an answer it is about the request.
         """
-        if failure.kind is Kind.FORBIDDEN and not self.stats.answered:
-            failure = failure._replace(kind=Kind.AUTH)
+        if failure.kind is FailureKind.FORBIDDEN and not self.stats.answered:
+            failure = failure._replace(kind=FailureKind.AUTH)
         kind = failure.kind
         self.reserved_cost -= permit.reserved_cost
         if failure.billed:
             self.stats.cost += permit.reserved_cost
-        if kind is Kind.THROTTLED:
+        if kind is FailureKind.THROTTLED:
             self.limiter.throttled(permit.ticket, now)
         elif kind in INFRA:
-            self.limiter.faulted(permit.ticket, now, overload=kind is Kind.OVERLOADED)
+            self.limiter.faulted(permit.ticket, now, overload=kind is FailureKind.OVERLOADED)
         else:
             self.limiter.released(permit.ticket, now)
-        if kind is Kind.RATE:
+        if kind is FailureKind.RATE:
             self.pacer.rejected(now, failure.retry_after_s)
-        if kind is Kind.TIMEOUT:
+        if kind is FailureKind.TIMEOUT:
             self.patience.timed_out(permit.sent_at)
         if kind in INFRA:
-            known_at = permit.sent_at if kind is Kind.TIMEOUT else now
+            known_at = permit.sent_at if kind is FailureKind.TIMEOUT else now
             self.breaker.failed(now, known_at=known_at, probe=permit.probe)
-        elif kind is Kind.STALE:
+        elif kind is FailureKind.STALE:
             self.breaker.dropped(probe=permit.probe)
         else:
             self.breaker.answered(now)

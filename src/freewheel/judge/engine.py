@@ -25,7 +25,7 @@ from freewheel.judge.cache import ReplyCache
 from freewheel.judge.client import ChatClient, open_connector
 from freewheel.judge.config import JudgeConfig
 from freewheel.judge.endpoint import NEVER, EndpointState, Permit, choose_endpoint
-from freewheel.judge.outcome import FINAL, HALTS, REASONS, WAITS, Failure, Kind, Reply
+from freewheel.judge.outcome import FINAL, HALTS, REASONS, WAITS, CallFailure, FailureKind, Reply
 from freewheel.judge.pacing import backoff_s
 from freewheel.judge.parse import Unparseable
 from freewheel.judge.request import (
@@ -367,7 +367,7 @@ class Engine:
             self._drop(permit)
             return
         inflight.permit = permit
-        outcome: Reply | Failure
+        outcome: Reply | CallFailure
         try:
             outcome = await inflight.exchange.call(self._clients[endpoint], endpoint.model, inflight)
         except asyncio.CancelledError:
@@ -376,7 +376,7 @@ class Engine:
                 raise
             inflight.overdue = False  # `_end_overdue` ended the call
             waited_s = time.monotonic() - permit.sent_at
-            outcome = Failure(Kind.TIMEOUT, f"{endpoint.url}: no reply within {waited_s:.3g} s")
+            outcome = CallFailure(FailureKind.TIMEOUT, f"{endpoint.url}: no reply within {waited_s:.3g} s")
         except Exception as error:  # a bug: this request fails, the others continue
             log.exception("a call to the judge broke")
             self._drop(permit)
@@ -392,8 +392,8 @@ class Engine:
                 self._watch_outage(now, "")
             self._read(inflight, outcome)
         else:
-            if outcome.kind is Kind.STALE and inflight.stales >= _MOST_STALE:
-                outcome = outcome._replace(kind=Kind.BROKEN)
+            if outcome.kind is FailureKind.STALE and inflight.stales >= _MOST_STALE:
+                outcome = outcome._replace(kind=FailureKind.BROKEN)
             failure = endpoint.failed(permit, now, outcome)
             self._watch_outage(now, failure.detail)
             self._retry_or_fail(inflight, permit, failure, now)
@@ -423,24 +423,24 @@ class Engine:
             self._replies.keep(inflight.keep_as, reply)
         self._settle(inflight, answer)
 
-    def _retry_or_fail(self, inflight: InFlightRequest, permit: Permit, failure: Failure, now: float) -> None:
+    def _retry_or_fail(self, inflight: InFlightRequest, permit: Permit, failure: CallFailure, now: float) -> None:
         """One call failed: try elsewhere, wait and try again, or give up, as the failure's kind demands."""
         kind, endpoint = failure.kind, permit.endpoint
         inflight.last, inflight.avoid = failure.detail, endpoint
         if endpoint.halted is failure:
             log.error("nothing more is sent to the judge: %s", failure.detail)
-        if kind is Kind.STALE:
+        if kind is FailureKind.STALE:
             inflight.stales += 1
         elif kind in WAITS:
             inflight.throttles += 1
         elif kind not in HALTS:
             inflight.faults += not permit.probe  # the endpoint was known to be down: not this request's fault
-            inflight.timeouts += kind is Kind.TIMEOUT
+            inflight.timeouts += kind is FailureKind.TIMEOUT
         gives_up = kind in FINAL or inflight.committed or inflight.faults >= self._config.max_attempts
         if gives_up or (kind in HALTS and all(other.halted is not None for other in self._endpoints)):
             self._fail(inflight, REASONS[kind], failure.detail)
             return
-        if kind is Kind.STALE or kind in HALTS:
+        if kind is FailureKind.STALE or kind in HALTS:
             self._stats.retries += 1
             self._ready.appendleft(inflight)
             return
