@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from freewheel.dashboard.web import samples as samples_module
-from freewheel.dashboard.web.runs import Settings, flat
+from freewheel.dashboard.web.runs import WatchedSettings, flat
 from freewheel.dashboard.web.samples import Samples
 from freewheel.dashboard.web.timeline import merge, window
 from freewheel.inspect import metrics as metrics_module
@@ -108,7 +108,7 @@ def test_a_rotated_file_is_not_read_twice_and_a_lost_one_is_forgotten(tmp_path):
 
 
 def test_settings_are_read_again_when_they_change_and_garbage_is_empty(tmp_path):
-    settings = look(Settings(tmp_path))
+    settings = look(WatchedSettings(tmp_path))
     assert settings.values == {}
     (tmp_path / "config.yaml").write_text("trainer:\n  total_steps: 7\n  odd: .nan\n")
     settings.look()

@@ -25,7 +25,7 @@ from freewheel.rollout.vllm import api
 from freewheel.runtime import cluster, placement
 from freewheel.runtime.config_files import to_config
 from freewheel.runtime.placement import Gpu, Machine
-from freewheel.runtime.plan import Plan, render, resolve
+from freewheel.runtime.plan import RunPlan, render, resolve
 from freewheel.runtime.start import write_config
 from freewheel.trainer.checkpoint import STATE, RunLock, write_state
 from freewheel.utils.findings import GIB, ChildAnswer, Finding, State
@@ -260,7 +260,7 @@ def test_without_torch_and_ray_it_names_what_to_install_and_can_ask_a_judge(tmp_
 # -- a run's needs ----------------------------------------------------------------------------------------------------
 
 
-def plan_of(*, gpus: int = 0, **sections: Any) -> Plan:
+def plan_of(*, gpus: int = 0, **sections: Any) -> RunPlan:
     from freewheel.runtime.model_size import ModelSize
 
     card = Gpu(name="H200", memory_bytes=140 * GIB)

@@ -22,7 +22,7 @@ from freewheel.judge.endpoint import (
     quantiles,
 )
 from freewheel.judge.outcome import HALTS, INFRA, CallFailure, FailureKind, Reply
-from freewheel.judge.stats import State
+from freewheel.judge.stats import BreakerState
 
 REPLY = Reply("7", Usage(100, 2))
 
@@ -70,7 +70,7 @@ def test_the_accounts_balance_whatever_happens_to_the_calls(events: list[Failure
 def test_only_an_endpoint_with_a_fault_opens_the_breaker_and_only_a_refusal_halts(kind: FailureKind) -> None:
     one = state()
     fail(one, kind, times=12)
-    assert (one.breaker.state is State.OPEN) == (kind in INFRA)
+    assert (one.breaker.state is BreakerState.OPEN) == (kind in INFRA)
     assert (one.halted is not None) == (kind in HALTS or kind is FailureKind.FORBIDDEN)
     assert one.works() == (kind not in INFRA | HALTS | {FailureKind.FORBIDDEN})
 
@@ -170,9 +170,9 @@ def test_if_no_endpoint_is_ready_the_choice_is_the_time_to_ask_again() -> None:
 def opened(at: float = 0.0) -> Breaker:
     breaker = Breaker()
     for _ in range(Breaker.CONSECUTIVE):
-        assert breaker.state is State.CLOSED
+        assert breaker.state is BreakerState.CLOSED
         breaker.failed(at, known_at=at, probe=breaker.sent())
-    assert breaker.state is State.OPEN
+    assert breaker.state is BreakerState.OPEN
     return breaker
 
 
@@ -182,7 +182,7 @@ def test_one_answer_between_failures_keeps_the_breaker_closed() -> None:
         for _ in range(Breaker.CONSECUTIVE - 1):
             breaker.failed(0.0, known_at=0.0, probe=False)
         breaker.answered(0.0)
-    assert breaker.state is State.CLOSED
+    assert breaker.state is BreakerState.CLOSED
 
 
 def test_failed_probes_lengthen_the_pause_up_to_its_bound_and_an_answer_resets_it() -> None:
@@ -197,7 +197,7 @@ def test_failed_probes_lengthen_the_pause_up_to_its_bound_and_an_answer_resets_i
         breaker.failed(now, known_at=now, probe=True)
     assert pauses[:3] == [0.25, 0.5, 1.0] and set(pauses[2:]) == {Breaker.LONGEST_PAUSE_S}
     breaker.answered(now)
-    assert breaker.state is State.CLOSED and breaker.ready_at(now) <= now and not breaker.sent()
+    assert breaker.state is BreakerState.CLOSED and breaker.ready_at(now) <= now and not breaker.sent()
     for _ in range(Breaker.CONSECUTIVE):
         breaker.failed(now, known_at=now, probe=False)
     assert breaker.ready_at(now) == now + Breaker.FIRST_PAUSE_S
@@ -210,11 +210,11 @@ def test_calls_sent_before_the_last_answer_do_not_change_the_breaker() -> None:
     breaker.ready_at(1.0)
     assert breaker.sent()
     breaker.failed(1.1, known_at=1.1, probe=False)
-    assert breaker.state is State.PROBING
+    assert breaker.state is BreakerState.PROBING
     breaker.answered(10.0)
     for _ in range(3 * Breaker.CONSECUTIVE):
         breaker.failed(12.0, known_at=9.0, probe=False)
-    assert breaker.state is State.CLOSED, "those calls were sent before the last sign of life"
+    assert breaker.state is BreakerState.CLOSED, "those calls were sent before the last sign of life"
 
 
 @given(st.lists(st.sampled_from(["wait", "send", "fail", "answer", "drop"]), max_size=200))
@@ -226,7 +226,7 @@ def test_at_most_one_probe_is_out_and_it_always_comes_back(events: list[str]) ->
             now += 1.0
         elif event == "send" and breaker.ready_at(now) <= now:
             out.append(breaker.sent())
-            assert sum(out) <= 1 or breaker.state is State.CLOSED
+            assert sum(out) <= 1 or breaker.state is BreakerState.CLOSED
         elif out and event == "fail":
             breaker.failed(now, known_at=now, probe=out.pop(0))
         elif out and event == "drop":

@@ -28,10 +28,10 @@ from freewheel.queue.journal import (
     AttemptFailed,
     CheckpointMark,
     Committed,
-    Event,
     Journal,
     JournalBusy,
     JournalDamaged,
+    JournalEvent,
     JournalFormat,
     JournalFull,
     Reserved,
@@ -55,7 +55,7 @@ def group(sequence: int, *, size: int = 300, ordinal: int | None = None, attempt
     return Stored(Ticket(sequence if ordinal is None else ordinal, sequence, attempt), sequence % 7, data, sequence / 8)
 
 
-def trained(step: int, sequences: Sequence[int], *, size: int = 300) -> list[Event]:
+def trained(step: int, sequences: Sequence[int], *, size: int = 300) -> list[JournalEvent]:
     groups = [group(one, size=size) for one in sequences]
     return [*groups, Took(step, tuple(one.ticket for one in groups)), Committed(step, step, float(step))]
 
@@ -324,7 +324,7 @@ print("continued")
 PER_STEP = 3
 
 
-def trained_large(step: int) -> list[Event]:
+def trained_large(step: int) -> list[JournalEvent]:
     """Groups as large as real ones, so that kills hit checkpoints and transactions of several pages."""
     return trained(step, range(step * PER_STEP, (step + 1) * PER_STEP), size=GROUP_BYTES)
 

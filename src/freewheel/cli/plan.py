@@ -17,7 +17,7 @@ from freewheel.cli.flags import argument, flag, flags, takes
 from freewheel.errors import ConfigError
 
 if TYPE_CHECKING:
-    from freewheel.plan.planner import Planned, Row
+    from freewheel.plan.planner import Planned, SimulatedSplit
 
 EPILOG = """
 The plan simulates a run under a virtual clock, with the classes that make the decisions in a real run. Each line says
@@ -158,7 +158,9 @@ def _title(planned: Planned) -> str:
     return f"{planned.about}\nmode {config.mode}, {planned.groups_per_step:,} groups x {config.rollout.n} a step"
 
 
-def _show(planned: Planned, rows: list[Row], scaled: list[Row], *, price: float | None, as_json: bool) -> None:
+def _show(
+    planned: Planned, rows: list[SimulatedSplit], scaled: list[SimulatedSplit], *, price: float | None, as_json: bool
+) -> None:
     from freewheel.plan import report
     from freewheel.plan.planner import best
 
@@ -178,7 +180,7 @@ def _show(planned: Planned, rows: list[Row], scaled: list[Row], *, price: float 
     print_text("\n".join([*parts, "", report.explained([*rows, *scaled])]))
 
 
-def _draw(path: Path, planned: Planned, rows: list[Row], scaled: list[Row]) -> None:
+def _draw(path: Path, planned: Planned, rows: list[SimulatedSplit], scaled: list[SimulatedSplit]) -> None:
     from freewheel.plan.report import draw
 
     try:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from freewheel.inspect.prompt import GroupLife, ResponseLife
     from freewheel.inspect.run import JournalFacts, Report
-    from freewheel.observe.trace import Event
+    from freewheel.observe.trace import TraceEvent
 
 INSPECT_EPILOG = """
 Exit codes: 0 every prompt is accounted for; 1 a prompt is lost, repeated or recorded inconsistently; 2 there is no
@@ -224,14 +224,14 @@ def trace_run(run: str, output: Path) -> None:
             say(f"warning: {_describe_skipped(no_events)}")
 
 
-def _find_events(run: str, folder: Path, no_events: Counter[Path]) -> Iterator[Event]:
+def _find_events(run: str, folder: Path, no_events: Counter[Path]) -> Iterator[TraceEvent]:
     """Return the events of a run. A run without any is refused before a file is touched."""
     from freewheel.observe.lines import files_of
     from freewheel.observe.run_folder import TRACE
     from freewheel.observe.trace import METADATA
 
     events = _events(run, folder, no_events)
-    first: list[Event] = []
+    first: list[TraceEvent] = []
     for event in events:
         first.append(event)
         if event["ph"] != METADATA:
@@ -256,7 +256,7 @@ def _join_paths(paths: Sequence[Path]) -> str:
     return ", ".join(map(str, paths[:NAMED])) + more
 
 
-def _events(run: str, folder: Path, no_events: Counter[Path]) -> Iterator[Event]:
+def _events(run: str, folder: Path, no_events: Counter[Path]) -> Iterator[TraceEvent]:
     from freewheel.observe.trace import merged
 
     try:
@@ -266,7 +266,7 @@ def _events(run: str, folder: Path, no_events: Counter[Path]) -> Iterator[Event]
         raise ConfigError("RUN", run, f"{which} cannot be read ({error.strerror})") from error
 
 
-def _write(output: Path, events: Iterable[Event]) -> int:
+def _write(output: Path, events: Iterable[TraceEvent]) -> int:
     """Write a file that only this user can read: a trace shows parts of a run."""
 
     from freewheel.observe.trace import write_json

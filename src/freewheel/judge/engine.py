@@ -61,7 +61,7 @@ _REMEMBER_EVERY_S = 5.0
 """How often the limiters' memory is written: a kill -9 loses at most this much of it."""
 
 Request = JudgeRequest | ChatRequest
-Answer = Scored | Relayed | Failed | Skipped
+EngineAnswer = Scored | Relayed | Failed | Skipped
 
 Deliver = Callable[[int, int, Any], None]
 """Receives (batch, index, verdict): a `Verdict` for a `JudgeRequest`, `Relayed` or `Failed` for a chat completion."""
@@ -95,7 +95,7 @@ class InFlightRequest:
         self.permit: Permit | None = None
         """The permit of the call under way."""
         self.overdue = False
-        """`Engine._end_overdue` cancelled the call because it took too long."""
+        """`JudgeEngine._end_overdue` cancelled the call because it took too long."""
         self.task: asyncio.Task[None] | None = None
         self.avoid: EndpointState | None = None
         """The endpoint where it just failed. It is not sent there again before `avoid_until`."""
@@ -118,7 +118,7 @@ class InFlightRequest:
         return now - permit.sent_at >= (patience.bound_s if self.patient else patience.allow_s(self.timeouts))
 
 
-class Engine:
+class JudgeEngine:
     """Judges requests on the running loop. `deliver` receives each verdict, in the order in which they are reached."""
 
     def __init__(
@@ -516,13 +516,13 @@ class Engine:
     def _fail(self, inflight: InFlightRequest, reason: Reason, detail: str) -> None:
         self._settle(inflight, Failed(reason.value, inflight.calls, without_surrogates(detail), inflight.usage))
 
-    def _settle(self, inflight: InFlightRequest, answer: Answer) -> None:
+    def _settle(self, inflight: InFlightRequest, answer: EngineAnswer) -> None:
         """End the request: everyone who waits for it gets its verdict."""
         assert not inflight.done
         self._forget(inflight)
         self._answer_all(inflight.waiters, answer)
 
-    def _answer_all(self, waiters: list[tuple[Batch, int, float]], answer: Answer) -> None:
+    def _answer_all(self, waiters: list[tuple[Batch, int, float]], answer: EngineAnswer) -> None:
         for batch, index, _ in waiters:
             self._answer(batch, index, answer)
             if not batch.open:
@@ -537,7 +537,7 @@ class Engine:
         if inflight.task is not None and has_begun and inflight.task is not asyncio.current_task(self._loop):
             inflight.task.cancel()
 
-    def _answer(self, batch: Batch, index: int, answer: Answer) -> None:
+    def _answer(self, batch: Batch, index: int, answer: EngineAnswer) -> None:
         batch.open.pop(index, None)
         stats = self._stats
         if isinstance(answer, Scored):

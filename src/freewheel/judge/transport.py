@@ -224,9 +224,9 @@ class Service:
     """Runs one engine until it receives `Close`. `send` receives the messages for the caller."""
 
     def __init__(self, config: JudgeConfig, spent: float, send: Callable[[ToCaller], None]) -> None:
-        from freewheel.judge.engine import Engine  # imports aiohttp, which the caller's process does not need
+        from freewheel.judge.engine import JudgeEngine  # imports aiohttp, which the caller's process does not need
 
-        self._engine = Engine(config, deliver=self._collect, answered_all=self._flush_soon, spent=spent)
+        self._engine = JudgeEngine(config, deliver=self._collect, answered_all=self._flush_soon, spent=spent)
         self._send = send
         self._items: list[tuple[int, int, Verdict]] = []
         self._flush_is_due = False

@@ -284,7 +284,7 @@ class PrometheusSink:
         self._thread.join()
 
 
-Kind = Literal["step", "eval", "statistics", "event", "pulse", "sync"]
+RowKind = Literal["step", "eval", "statistics", "event", "pulse", "sync"]
 RESERVED = ("kind", "step", "time", "nonfinite")
 """Fields of every row. A value with one of these names gets a trailing underscore."""
 WATCHED = ("step", "eval", "statistics")
@@ -317,7 +317,7 @@ class Recorder:
     def lost_rows(self) -> int:
         return self._file.lost
 
-    def record(self, kind: Kind, step: int, values: Mapping[str, Any]) -> None:
+    def record(self, kind: RowKind, step: int, values: Mapping[str, Any]) -> None:
         found: dict[str, Any] = plain(values)
         with self._lock:
             self._file.append(self._row(kind, step, found))
@@ -348,7 +348,7 @@ class Recorder:
                 )
             self._file.close()
 
-    def _row(self, kind: Kind, step: int, values: dict[str, Any]) -> bytes:
+    def _row(self, kind: RowKind, step: int, values: dict[str, Any]) -> bytes:
         finite, nonfinite = without_nonfinite(values)
         row: dict[str, Any] = {"kind": kind, "step": int(step), "time": round(self._clock(), 3)}
         row |= {name + "_" if name in RESERVED else name: value for name, value in finite.items()}
@@ -358,7 +358,7 @@ class Recorder:
 
     # -- sinks --------------------------------------------------------------------------------------------------------
 
-    def _write_to(self, sink: Sink, kind: Kind, step: int, values: Mapping[str, Any]) -> None:
+    def _write_to(self, sink: Sink, kind: RowKind, step: int, values: Mapping[str, Any]) -> None:
         try:
             sink.write(kind, step, values)
             return
@@ -368,7 +368,7 @@ class Recorder:
         _close(sink, logging.DEBUG)
 
 
-def read_metrics(run_dir: str | os.PathLike[str], kind: Kind | None = None) -> list[dict[str, Any]]:
+def read_metrics(run_dir: str | os.PathLike[str], kind: RowKind | None = None) -> list[dict[str, Any]]:
     """Return the rows of a run, all or of one kind, during or after it. Invalid lines are skipped."""
     rows = [row for row in read_lines(Path(run_dir) / METRICS) if isinstance(row, dict)]
     return [row for row in rows if isinstance(row.get("step"), int) and kind in (None, row.get("kind"))]

@@ -121,7 +121,7 @@ class Reserved(msgspec.Struct, frozen=True):
     below: int
 
 
-Event = Stored | Took | Committed | AttemptFailed | Abandoned | Reserved
+JournalEvent = Stored | Took | Committed | AttemptFailed | Abandoned | Reserved
 
 
 # -- what is read -----------------------------------------------------------------------------------------------------
@@ -374,7 +374,7 @@ class Journal:
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
-    def append(self, events: Sequence[Event]) -> None:
+    def append(self, events: Sequence[JournalEvent]) -> None:
         """Write all of `events` in order, in one transaction. An event that is written again changes nothing."""
         with self._transaction() as db:
             for kind, run in itertools.groupby(events, type):
@@ -385,7 +385,7 @@ class Journal:
                     for event in run:
                         self._apply(event)
 
-    def _apply(self, event: Event) -> None:
+    def _apply(self, event: JournalEvent) -> None:
         match event:
             case Took(step, tickets, missing):
                 known = self._step(step)
@@ -682,7 +682,7 @@ class _Job:
     """Events to write, or work on the journal, and the future of whoever waits for it."""
 
     future: asyncio.Future[Any]
-    events: tuple[Event, ...] = ()
+    events: tuple[JournalEvent, ...] = ()
     on_durable: Callable[[], None] | None = None
     work: Callable[[Journal], Any] | None = None
     makes_room: bool = False
@@ -713,7 +713,7 @@ class JournalWriter:
 
     # -- the loop's side ----------------------------------------------------------------------------------------------
 
-    def write(self, *events: Event, on_durable: Callable[[], None] | None = None) -> asyncio.Future[None]:
+    def write(self, *events: JournalEvent, on_durable: Callable[[], None] | None = None) -> asyncio.Future[None]:
         """Write events, and call `on_durable` on the loop when all are durable.
 
         The future is resolved after that call, or raises its error or the error of the write. It need not be awaited.

@@ -23,9 +23,9 @@ from freewheel.observe.run_folder import JOURNAL, TEXT_LOG
 from freewheel.observe.snapshot import Pulse, RunSnapshot
 from freewheel.observe.spans import ELAPSED, shares
 from freewheel.rewards.config import as_config
-from freewheel.runtime.bottleneck import Bound, Setting, Verdict, Waits, Watching, stopped, waited
+from freewheel.runtime.bottleneck import Bound, Setting, Verdict, WaitTimes, Watching, stopped, waited
 from freewheel.runtime.config import TrainConfig
-from freewheel.runtime.recovery import AbandonedPrompts, Progress
+from freewheel.runtime.recovery import AbandonedPrompts, StallDetector
 
 _EVENTS_KEPT = 20
 """For the view; the log has all."""
@@ -95,8 +95,8 @@ class RunAccount:
         self.step = 0
         self.statistics: dict[str, dict[str, Any]] = {}
         """By component: trainer, rollouter (all replicas together), queue, sync."""
-        self.progress = Progress(clock())
-        self.waits: Waits = {}
+        self.progress = StallDetector(clock())
+        self.waits: WaitTimes = {}
         """Shares of the whole run by component and span, without replayed steps."""
         self._config = config
         self._run_dir = run_dir
@@ -145,7 +145,7 @@ class RunAccount:
 
     def started(self) -> None:
         now = self._started = self._clock()
-        self.progress = Progress(now)
+        self.progress = StallDetector(now)
         self.say(f"Started in {now - self._began:.1f} s")
 
     def note(self, text: str, **values: Any) -> None:

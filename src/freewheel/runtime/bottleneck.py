@@ -79,7 +79,7 @@ def lessened(share: float, by: float, bound: Lift) -> Lift:
     return bound if factor >= bound.factor or not math.isfinite(bound.factor) else Lift(factor, "")
 
 
-Waits = Mapping[str, Mapping[str, float]]
+WaitTimes = Mapping[str, Mapping[str, float]]
 """Share of the time by component and span."""
 Bound = Literal[
     "generation", "judge", "reward", "training", "sync", "save", "balanced", "unmeasured", "paused", "failing"
@@ -181,7 +181,9 @@ def failing(failed: Mapping[str, int], settled: float) -> Verdict | None:
     return Verdict(bound="failing", share=count / settled, sentence=sentence)
 
 
-def verdict(waits: Waits, setting: Setting, scoring: Scoring | None = None, *, tried: Tried | None = None) -> Verdict:
+def verdict(
+    waits: WaitTimes, setting: Setting, scoring: Scoring | None = None, *, tried: Tried | None = None
+) -> Verdict:
     """Return the verdict on shares over an interval. Shares of several rollouters (`rollouter-0`, …) are averaged.
     `tried` simulates a faster side; without it, the gain is the most that the waiting allows."""
     scoring = scoring or Scoring()
@@ -235,7 +237,7 @@ def _charges(trainer: Mapping[str, float], rollouter: Mapping[str, float], scori
     }
 
 
-def waited(waits: Waits) -> tuple[float, float]:
+def waited(waits: WaitTimes) -> tuple[float, float]:
     """Return the shares of the time that the trainer waits for batches and the rollouters wait for room."""
     return waits.get("trainer", {}).get("wait_batch", 0.0), _rollouter(waits).get("wait_room", 0.0)
 
@@ -350,7 +352,7 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.0f} ms"
 
 
-def _rollouter(waits: Waits) -> dict[str, float]:
+def _rollouter(waits: WaitTimes) -> dict[str, float]:
     """Return the average shares of all rollouters."""
     found = [shares for name, shares in waits.items() if name.partition("-")[0] == "rollouter"]
     names = dict.fromkeys(name for shares in found for name in shares)
@@ -423,16 +425,16 @@ class Watching:
             self._past.clear()
 
     @property
-    def waits(self) -> Waits:
+    def waits(self) -> WaitTimes:
         """Shares of the recent past, by component and span."""
         return self._since(self._past[0].spans) if len(self._past) > 1 else self.whole
 
     @property
-    def whole(self) -> Waits:
+    def whole(self) -> WaitTimes:
         """Shares of the whole run, without replayed steps."""
         return self._since(self._replayed)
 
-    def _since(self, before: Mapping[str, Mapping[str, float]]) -> Waits:
+    def _since(self, before: Mapping[str, Mapping[str, float]]) -> WaitTimes:
         found = {name: shares(before.get(name, {}), spans) for name, spans in self._spans.items()}
         return {name: one for name, one in found.items() if one}
 
@@ -440,7 +442,7 @@ class Watching:
         """Return the verdict on the recent past."""
         return self.verdict_on(self.waits)
 
-    def verdict_on(self, waits: Waits) -> Verdict:
+    def verdict_on(self, waits: WaitTimes) -> Verdict:
         """Return the verdict on other shares of the same run, such as `whole`."""
         failed = failing(self._rewards.get("failed") or {}, settled(self._rewards))
         if failed is not None:

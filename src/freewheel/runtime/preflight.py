@@ -5,7 +5,7 @@
     model.path, model.tokenizer                      │
     data.train, data.eval                            ┘
 
-    Plan ─ engine_problems ─ child process ─▶ EngineFactory.check ─▶ problems of this machine
+    RunPlan ─ engine_problems ─ child process ─▶ EngineFactory.check ─▶ problems of this machine
 
 `freewheel train` calls both, also with `--dry-run`. Each name is resolved by the function that the run's processes use.
 Names on the hub are left to them, because a check must not download.
@@ -41,7 +41,7 @@ from freewheel.runtime.config import ROLLOUTER_CLASSES, TRAINER_CLASSES, TrainCo
 from freewheel.trainer.checkpoint import HF_CONFIG
 
 if TYPE_CHECKING:
-    from freewheel.runtime.plan import Plan
+    from freewheel.runtime.plan import RunPlan
 
 CHECK_S = 180.0
 """Time for vLLM's import from a cold disk. A slower check is abandoned, and the rollouters find problems."""
@@ -122,7 +122,7 @@ def _rows(config: TrainConfig) -> int | None:
 # -- the engine on this machine ---------------------------------------------------------------------------------------
 
 
-def engine_problems(plan: Plan, model: Path | None) -> list[ConfigError]:
+def engine_problems(plan: RunPlan, model: Path | None) -> list[ConfigError]:
     """Return why this machine cannot run the engine. `model`: its folder, if it is on this machine.
 
     Checks in a child process, because vLLM takes seconds to import, keeps threads and memory, and dies of a driver that
@@ -139,7 +139,7 @@ def engine_problems(plan: Plan, model: Path | None) -> list[ConfigError]:
     return _check_in_child(plan, str(model))
 
 
-def _check_in_child(plan: Plan, model: str) -> list[ConfigError]:
+def _check_in_child(plan: RunPlan, model: str) -> list[ConfigError]:
     path = os.pathsep.join(filter(None, sys.path))  # a user's task may be in the working directory
     command = [sys.executable, "-W", "ignore", "-m", __name__]
     try:

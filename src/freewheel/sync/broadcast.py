@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("freewheel.sync")
 
-Kind = Literal["gloo", "nccl"]
+GroupKind = Literal["gloo", "nccl"]
 SENDER = 0
 GROUP_S = 60.0
 """Time for members to meet, and for each broadcast: a bucket takes ten seconds on a slow network."""
@@ -153,7 +153,7 @@ class TorchGroup:
 
     def __init__(
         self,
-        kind: Kind,
+        kind: GroupKind,
         *,
         address: str,
         port: int,
@@ -349,7 +349,7 @@ class WeightServer:
             failure = f"{type(error).__name__}: {error}"
         _write_line(connection, {"error": failure})
 
-    def _group(self, connection: socket.socket, request: Mapping[str, Any], kind: Kind) -> TorchGroup:
+    def _group(self, connection: socket.socket, request: Mapping[str, Any], kind: GroupKind) -> TorchGroup:
         """Return the group of an engine. If there is none yet, tell the engine where to meet (`port`)."""
         receiver, host, size = request["receiver"], self.address.host, int(request["size"])
         meeting = {"key": request["key"], "kind": kind, "address": host, "port": 0, "size": size}

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 Handle = dict[str, Any]
 """A buffer as another process opens it: plain values that fit into JSON."""
-Share = Callable[["torch.Tensor"], Handle]
+ShareTensor = Callable[["torch.Tensor"], Handle]
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class _Slot:
     """Buffers for one version."""
 
     buffers: list[torch.Tensor]
-    share: Share
+    share: ShareTensor
     taken: bool = True
 
     @cached_property
@@ -161,7 +161,7 @@ class DevicePacker:
         self,
         *,
         bucket_bytes: int,
-        share: Share | None = None,
+        share: ShareTensor | None = None,
         travels_as: Callable[[DeviceWeights], Any] | None = None,
     ) -> None:
         """`travels_as`: returns what is pickled instead of the weights."""

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from freewheel.errors import ConfigError
-from freewheel.trainer.batching import MAX_SHARED_TOKENS, MicroBatch, Sample, micro_batches, packed_batches
+from freewheel.trainer.batching import MAX_SHARED_TOKENS, MicroBatch, TrainingSample, micro_batches, packed_batches
 from freewheel.trainer.decoder import (
     Computation,
     Precision,
@@ -277,10 +277,12 @@ def probe_batch(vocabulary: int, *, packed: bool, share: bool = True) -> MicroBa
     return micro_batches(samples, budget, ALWAYS_SHARE if share else None)[0]
 
 
-def _probe_samples(vocabulary: int, n_tokens: int) -> list[Sample]:
+def _probe_samples(vocabulary: int, n_tokens: int) -> list[TrainingSample]:
     """Return two responses to one prompt. The second is the first in reverse."""
     ids, indices = np.arange(n_tokens, dtype=np.int64) % vocabulary, np.arange(n_tokens)
-    one = Sample(key=(0, 0), prompt=ids[:N_PROMPT], tokens=ids, made=indices, behaviour=indices, versions=indices)
+    one = TrainingSample(
+        key=(0, 0), prompt=ids[:N_PROMPT], tokens=ids, made=indices, behaviour=indices, versions=indices
+    )
     return [one, replace(one, key=(0, 1), tokens=ids[::-1])]
 
 

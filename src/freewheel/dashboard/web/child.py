@@ -28,7 +28,7 @@ import msgspec
 from freewheel.utils.processes import end_with
 
 if TYPE_CHECKING:
-    from freewheel.dashboard.terminal import View
+    from freewheel.dashboard.terminal import TerminalView
     from freewheel.runtime.config import TrainConfig
 
 NICENESS = 10
@@ -67,7 +67,7 @@ END_S = 2.0
 
 
 @contextmanager
-def page_of(config: TrainConfig, shown: View) -> Iterator[None]:
+def page_of(config: TrainConfig, shown: TerminalView) -> Iterator[None]:
     """Serve the page of the run that `freewheel train` starts, if its settings ask for one. The address is shown and
     goes into no file, because it grants access."""
     if not config.observe.dashboard or config.run_dir is None:

@@ -1,7 +1,7 @@
 """The runs that the page can show, each read from its folder.
 
     freewheel dashboard RUN FOLDER ─▶ Runs ─ find ─▶ RunView ─▶ `views`
-                                                     ├─ Settings: config.yaml as plain values
+                                                     ├─ WatchedSettings: config.yaml as plain values
                                                      ├─ RecordedMetrics, RecordedTrace, Samples, warnings of log.jsonl
                                                      └─ LastStep, where metrics have gaps
 
@@ -37,7 +37,7 @@ MOST_BYTES = 1 << 20
 """A longer file is not one of our configurations."""
 
 
-class Settings:
+class WatchedSettings:
     """`config.yaml` of a run, read again when it changes. Empty if it cannot be read."""
 
     def __init__(self, folder: Path) -> None:
@@ -147,7 +147,7 @@ MOST_RUNS = 200
 """Newest runs of a folder that are shown."""
 LEVELS = (b'"WARNING"', b'"ERROR"', b'"CRITICAL"')
 
-State = Literal["live", "finished", "ended", "removed", "waiting"]
+RunState = Literal["live", "finished", "ended", "removed", "waiting"]
 
 
 class Warned(msgspec.Struct, gc=False):
@@ -166,7 +166,7 @@ class RunView:
     def __init__(self, run_id: str, folder: Path, *, clock: Callable[[], float]) -> None:
         self.id = run_id
         self.folder = folder
-        self.settings = Settings(folder)
+        self.settings = WatchedSettings(folder)
         self.recorded = RecordedMetrics(folder)
         self.trace = RecordedTrace(folder)
         self.samples = Samples(folder)
@@ -201,7 +201,7 @@ class RunView:
                     self.warnings.append(said)
 
     @property
-    def state(self) -> State:
+    def state(self) -> RunState:
         if not self.folder.is_dir():
             return "removed" if self._was_there else "waiting"
         self._was_there = True

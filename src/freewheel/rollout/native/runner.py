@@ -2,7 +2,7 @@
 
     prefill(prompts) ─▶ Prefilled ──place(slots)──▶ KV, token, position, parameters of the slot
     step(): forward of all rows ─▶ sample_tokens ─▶ log of the last tokens ─▶ which slots ended, and why
-    take(slots) ─▶ Output(tokens, logprobs, versions)
+    take(slots) ─▶ SlotOutput(tokens, logprobs, versions)
 
 A prompt's last token is not prefilled: it is the first input of the decode loop, so every token of a response comes
 from the same step at the same shapes.
@@ -83,7 +83,7 @@ class Placing:
 
 
 @dataclass(frozen=True)
-class Output:
+class SlotOutput:
     """The tokens of a slot's sample."""
 
     tokens: Array
@@ -284,7 +284,7 @@ class Runner:
         ended = np.flatnonzero(full | stopped)
         return [(slot, "stop" if stopped[slot] else "length") for slot in ended.tolist()]
 
-    def take(self, slots: Sequence[int]) -> list[Output]:
+    def take(self, slots: Sequence[int]) -> list[SlotOutput]:
         """Copy out the tokens of the slots' samples."""
         if len(slots) == 0:
             return []
@@ -300,7 +300,7 @@ class Runner:
         for row, first in enumerate((len(steps) - counts).tolist()):
             mine = logprobs[row, first:]
             outputs.append(
-                Output(tokens[row, first:], mine, versions[first:].copy(), sound or bool(np.isfinite(mine).all()))
+                SlotOutput(tokens[row, first:], mine, versions[first:].copy(), sound or bool(np.isfinite(mine).all()))
             )
         return outputs
 
