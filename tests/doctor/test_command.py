@@ -25,7 +25,7 @@ from freewheel.rollout.vllm import api
 from freewheel.runtime import cluster, placement
 from freewheel.runtime.config_files import to_config
 from freewheel.runtime.placement import Gpu, Machine
-from freewheel.runtime.plan import RunPlan, render, resolve
+from freewheel.runtime.run_plan import RunPlan, render, resolve
 from freewheel.runtime.start import write_config
 from freewheel.trainer.checkpoint import STATE, RunLock, write_state
 from freewheel.utils.findings import GIB, ChildAnswer, Finding, State

@@ -28,7 +28,7 @@ from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.config_files import to_config
 from freewheel.runtime.model_size import find_folder, model_folder, read_model_size
 from freewheel.runtime.placement import Machine
-from freewheel.runtime.plan import RunPlan, resolve
+from freewheel.runtime.run_plan import RunPlan, resolve
 from freewheel.sync.synchronizer import ParameterSynchronizer
 from freewheel.sync.weights import Weights
 from freewheel.trainer.backend import MetricsRow

@@ -34,7 +34,7 @@ from freewheel.queue.journal import (
     Took,
 )
 from freewheel.queue.ledger import Frontier
-from freewheel.rollout.engines import count_parameters, load_causal_lm, load_model_config
+from freewheel.rollout.engine_factories import count_parameters, load_causal_lm, load_model_config
 from freewheel.rollout.evaluation import EvalResult
 from freewheel.runtime.building import (
     OpenedQueue,

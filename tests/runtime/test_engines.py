@@ -17,12 +17,12 @@ from freewheel.data.group import Response
 from freewheel.data.tasks.word_problems import model_path
 from freewheel.errors import ConfigError
 from freewheel.rollout.engine import Engine, GenerationRequest
-from freewheel.rollout.engines import EngineFactory, EngineSettings, LoadedEngine, RolloutOptions, find_engine
+from freewheel.rollout.engine_factories import EngineFactory, EngineSettings, LoadedEngine, RolloutOptions, find_engine
 from freewheel.rollout.vllm import engine as vllm_engine
 from freewheel.runtime import placement, preflight
 from freewheel.runtime.config_files import to_config
 from freewheel.runtime.placement import Machine
-from freewheel.runtime.plan import RunPlan, render, resolve
+from freewheel.runtime.run_plan import RunPlan, render, resolve
 
 from .pipeline import plan_of as pipeline_plan
 from .pipeline import run_pipeline, small_config

@@ -30,7 +30,7 @@ from freewheel.utils.findings import Check, Finding, State, count_of, ok, proble
 
 if TYPE_CHECKING:
     from freewheel.judge.config import JudgeConfig
-    from freewheel.runtime.plan import RunPlan
+    from freewheel.runtime.run_plan import RunPlan
 
 WHAT = "configuration"
 READ_S = 240.0
@@ -200,7 +200,7 @@ class CheckedRun:
 
     @property
     def wants_vllm(self) -> bool:
-        from freewheel.rollout.engines import find_engine
+        from freewheel.rollout.engine_factories import find_engine
 
         if self.config is None:
             return False

@@ -41,7 +41,7 @@ from freewheel.plan.scene import (
 )
 from freewheel.plan.simulation import simulate
 from freewheel.queue.staleness import Bounds
-from freewheel.rollout.engines import find_engine
+from freewheel.rollout.engine_factories import find_engine
 from freewheel.rollout.rollouter import PUT_LINGER_S
 from freewheel.runtime.bottleneck import HELD_BACK, held_back
 from freewheel.runtime.config import AsyncTrainingConfig, TrainConfig

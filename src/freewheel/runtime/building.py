@@ -45,7 +45,7 @@ from freewheel.queue.journal import (
 )
 from freewheel.queue.message_queue import MessageQueue
 from freewheel.queue.restore import Restored, restore
-from freewheel.rollout.engines import EngineSettings, LoadedEngine, find_engine, load_causal_lm, loading_errors
+from freewheel.rollout.engine_factories import EngineSettings, LoadedEngine, find_engine, load_causal_lm, loading_errors
 from freewheel.runtime.config import DEFAULT, OWN_ROWS, ROLLOUTER_CLASSES, TRAINER_CLASSES, ObserveConfig, TrainConfig
 from freewheel.runtime.model_size import model_folder
 from freewheel.utils.registry import Registry, find_object
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from freewheel.rollout.generation import Sampling
     from freewheel.rollout.reward_stage import RewardStage
     from freewheel.rollout.rollouter import Rollouter
-    from freewheel.runtime.plan import RunPlan
+    from freewheel.runtime.run_plan import RunPlan
     from freewheel.runtime.training_ranks import Ranks
     from freewheel.sync.synchronizer import ParameterSynchronizer, Replica
     from freewheel.trainer.backend import Backend, Evaluate, Publisher

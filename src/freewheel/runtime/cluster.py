@@ -29,7 +29,7 @@ from freewheel.errors import ConfigError
 from freewheel.utils.processes import within
 
 if TYPE_CHECKING:
-    from freewheel.runtime.plan import RunPlan
+    from freewheel.runtime.run_plan import RunPlan
 
 ADDRESS_KEY = "ray.address"
 START_COMMAND = "ray start --head --port=6379"

@@ -44,7 +44,7 @@ from freewheel.runtime.supervisor import Poller, Supervisor, newest_checkpoint
 from freewheel.trainer.checkpoint import Resumed, RunLock, RunLocked
 
 if TYPE_CHECKING:
-    from freewheel.runtime.plan import RunPlan
+    from freewheel.runtime.run_plan import RunPlan
 
 log = logging.getLogger("freewheel.runtime")
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from freewheel.data.tasks import get_task
 from freewheel.errors import ConfigError, DataError
-from freewheel.rollout.engines import check_weights, find_engine
+from freewheel.rollout.engine_factories import check_weights, find_engine
 from freewheel.runtime.building import (
     Prompts,
     engine_settings,
@@ -41,7 +41,7 @@ from freewheel.runtime.config import ROLLOUTER_CLASSES, TRAINER_CLASSES, TrainCo
 from freewheel.trainer.checkpoint import HF_CONFIG
 
 if TYPE_CHECKING:
-    from freewheel.runtime.plan import RunPlan
+    from freewheel.runtime.run_plan import RunPlan
 
 CHECK_S = 180.0
 """Time for vLLM's import from a cold disk. A slower check is abandoned, and the rollouters find problems."""

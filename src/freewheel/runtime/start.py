@@ -33,7 +33,7 @@ from freewheel.trainer.checkpoint import has_checkpoint
 from freewheel.utils.files import private_folder, write_atomically
 
 if TYPE_CHECKING:
-    from freewheel.runtime.plan import RunPlan
+    from freewheel.runtime.run_plan import RunPlan
 
 RUNS = "runs"
 RESUME = "resume"
@@ -106,8 +106,8 @@ def make_plan(config: TrainConfig) -> RunPlan:
     from freewheel.runtime.cluster import check_cluster
     from freewheel.runtime.model_size import find_folder, read_model_size
     from freewheel.runtime.placement import Machine
-    from freewheel.runtime.plan import resolve
     from freewheel.runtime.preflight import engine_problems, preflight
+    from freewheel.runtime.run_plan import resolve
 
     rows = preflight(config)
     folder = find_folder(config)

@@ -37,7 +37,7 @@ from freewheel.utils.registry import objects_in_memory
 from freewheel.utils.waiting import unless_failed
 
 if TYPE_CHECKING:
-    from freewheel.runtime.plan import RunPlan
+    from freewheel.runtime.run_plan import RunPlan
 
 log = logging.getLogger("freewheel.runtime")
 

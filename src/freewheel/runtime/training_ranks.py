@@ -27,7 +27,7 @@ from freewheel.trainer.ranks import Asked, Follower, Leader, Liveness, RankLost
 from freewheel.utils.registry import objects_in_memory, receive_in_memory
 
 if TYPE_CHECKING:
-    from freewheel.runtime.plan import RunPlan
+    from freewheel.runtime.run_plan import RunPlan
     from freewheel.trainer.fsdp import Meeting, MeetingHost
 
 log = logging.getLogger("freewheel.runtime")
@@ -102,7 +102,7 @@ class RankActor:
 
 
 def _follower(config: TrainConfig, plan: RunPlan, rank: int, meeting: Meeting) -> Follower:
-    from freewheel.rollout.engines import load_causal_lm
+    from freewheel.rollout.engine_factories import load_causal_lm
     from freewheel.runtime.building import backend_settings, use_threads
     from freewheel.runtime.model_size import model_folder
     from freewheel.trainer.fsdp import FsdpBackend, join

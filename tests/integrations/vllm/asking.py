@@ -19,7 +19,7 @@ from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.config_files import to_config
 from freewheel.runtime.model_size import read_model_size
 from freewheel.runtime.placement import Machine
-from freewheel.runtime.plan import RunPlan, resolve
+from freewheel.runtime.run_plan import RunPlan, resolve
 from freewheel.sync.weights import Weights, pack
 
 from ...rollout.helpers import VOCABULARY, ask, assert_agrees, random_model, until

@@ -40,7 +40,7 @@ from freewheel.rollout.engine import (
     InFlightGeneration,
     generated_response,
 )
-from freewheel.rollout.engines import NativeFactory
+from freewheel.rollout.engine_factories import NativeFactory
 from freewheel.rollout.native.runner import (
     Placing,
     Prefilled,

@@ -46,7 +46,7 @@ from freewheel.rollout.engine import (
     InFlightGeneration,
     generated_response,
 )
-from freewheel.rollout.engines import (
+from freewheel.rollout.engine_factories import (
     NUMBER_BYTES,
     EngineFactory,
     EngineSettings,

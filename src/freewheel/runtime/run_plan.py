@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from freewheel.errors import ConfigError
 from freewheel.queue.staleness import Bounds
 from freewheel.rewards.config import as_config
-from freewheel.rollout.engines import NUMBER_BYTES, GpuShare, find_engine
+from freewheel.rollout.engine_factories import NUMBER_BYTES, GpuShare, find_engine
 from freewheel.runtime.config import AsyncTrainingConfig, TrainConfig, held_out_file
 from freewheel.runtime.model_size import ModelSize, replica_memory, trainer_memory
 from freewheel.runtime.placement import Device, Machine, Placement, place
