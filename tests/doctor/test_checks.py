@@ -19,7 +19,8 @@ from freewheel.doctor import machine, software
 from freewheel.doctor.machine import GpuCard, GpuDriver, GpuProcess, Host, Needs
 from freewheel.rollout.vllm import api
 from freewheel.runtime.placement import Machine
-from freewheel.utils.findings import GIB, MIB, Check, ChildAnswer, Finding, State, ok, run_checks, run_in_child
+from freewheel.utils.findings import GIB, MIB, Check, Finding, State, ok, run_checks
+from freewheel.utils.processes import ChildAnswer, run_in_child
 
 H200 = GpuCard(index=0, name="NVIDIA H200", total_bytes=140 * GIB, used_bytes=0)
 DRIVER = GpuDriver(release="570.1", cuda="12.8", gpus=(H200,))

@@ -28,7 +28,8 @@ from freewheel.runtime.placement import Gpu, Machine
 from freewheel.runtime.run_plan import RunPlan, render, resolve
 from freewheel.runtime.start import write_config
 from freewheel.trainer.checkpoint import STATE, RunLock, write_state
-from freewheel.utils.findings import GIB, ChildAnswer, Finding, State
+from freewheel.utils.findings import GIB, Finding, State
+from freewheel.utils.processes import ChildAnswer
 
 WAIT_S = 120.0
 """Longer than anything here takes on a busy machine."""

@@ -285,7 +285,7 @@ def test_an_engine_that_cannot_start_is_replaced_by_the_synchronous_path(
         raise error
 
     if moment == "process":
-        monkeypatch.setattr(transport.subprocess, "Popen", fail)
+        monkeypatch.setattr(transport, "start_child", fail)
     else:
         monkeypatch.setattr(transport.Link, "start", fail)
 

@@ -15,7 +15,8 @@ from importlib.util import find_spec
 import freewheel
 from freewheel.doctor.machine import GpuDriver
 from freewheel.errors import ConfigError
-from freewheel.utils.findings import Finding, ok, problem, run_in_child, warning
+from freewheel.utils.findings import Finding, ok, problem, warning
+from freewheel.utils.processes import run_in_child
 
 PACKAGE = "freewheel"
 TRAIN = "train"

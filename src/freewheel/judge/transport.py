@@ -36,7 +36,7 @@ from freewheel.judge.config import JudgeConfig, Secret
 from freewheel.judge.request import JudgeRequest
 from freewheel.judge.stats import JudgeStats
 from freewheel.judge.verdict import JudgeDied, JudgeError, Verdict
-from freewheel.utils.processes import end_with
+from freewheel.utils.processes import end_with, start_child
 from freewheel.utils.waiting import wait_for_event, wait_in_slices
 
 if TYPE_CHECKING:
@@ -526,17 +526,11 @@ class Link:
         return code
 
     def _spawn(self) -> socket.socket:
-        # The child searches for modules where this process does, so it finds a rubric's own parser.
-        path = os.pathsep.join(entry or "." for entry in sys.path)
         with _spawning:
             ours, theirs = socket.socketpair()
             try:
-                self._child = subprocess.Popen(
-                    [sys.executable, "-P", "-c", _PROGRAM, str(theirs.fileno())],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    env={**os.environ, "PYTHONPATH": path},
+                self._child = start_child(
+                    "-c", _PROGRAM, str(theirs.fileno()), pass_fds=[theirs.fileno()], stdout=subprocess.DEVNULL
                 )
             except BaseException:
                 ours.close()

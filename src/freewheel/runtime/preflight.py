@@ -39,14 +39,13 @@ from freewheel.runtime.building import (
 )
 from freewheel.runtime.config import ROLLOUTER_CLASSES, TRAINER_CLASSES, TrainConfig
 from freewheel.trainer.checkpoint import HF_CONFIG
+from freewheel.utils.processes import import_path, last_words
 
 if TYPE_CHECKING:
     from freewheel.runtime.run_plan import RunPlan
 
 CHECK_S = 180.0
 """Time for vLLM's import from a cold disk. A slower check is abandoned, and the rollouters find problems."""
-LAST_CHARS = 300
-"""How much of a dead child's last line is shown."""
 
 
 def preflight(config: TrainConfig) -> int | None:
@@ -140,8 +139,7 @@ def engine_problems(plan: RunPlan, model: Path | None) -> list[ConfigError]:
 
 
 def _check_in_child(plan: RunPlan, model: str) -> list[ConfigError]:
-    path = os.pathsep.join(filter(None, sys.path))  # a user's task may be in the working directory
-    command = [sys.executable, "-W", "ignore", "-m", __name__]
+    command = [sys.executable, "-W", "ignore", "-m", __name__]  # no -P: a task may be in the working directory
     try:
         done = subprocess.run(
             command,
@@ -149,16 +147,15 @@ def _check_in_child(plan: RunPlan, model: str) -> list[ConfigError]:
             capture_output=True,
             timeout=CHECK_S,
             check=False,
-            env={**os.environ, "PYTHONPATH": path},
+            env={**os.environ, "PYTHONPATH": import_path()},
         )
     except subprocess.TimeoutExpired:
         return []
     if done.returncode == 0:
         found: ConfigError | None = pickle.loads(done.stdout)  # from our own child
         return [] if found is None else [found]
-    lines = [line for line in done.stderr.decode("utf-8", "replace").splitlines() if line.strip()]
-    why = lines[-1].strip()[:LAST_CHARS] if lines else f"its import ended with {done.returncode}"
-    return [ConfigError("rollout.engine", plan.config.rollout.engine, f"it cannot be used here: {why}")]
+    why = f"it cannot be used here: {last_words(done)}"
+    return [ConfigError("rollout.engine", plan.config.rollout.engine, why)]
 
 
 def _check_engine(given: BinaryIO) -> bytes:

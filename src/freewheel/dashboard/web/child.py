@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from freewheel.utils.processes import end_with
+from freewheel.utils.processes import end_with, start_child
 
 if TYPE_CHECKING:
     from freewheel.dashboard.terminal import TerminalView
@@ -109,8 +109,8 @@ def _start(folder: Path, port: int) -> tuple[subprocess.Popen[bytes], str]:
 
     token = make_token()
     with listen(HOST, port) as listening:
-        child = subprocess.Popen(
-            [sys.executable, "-P", "-m", "freewheel.dashboard.web.child", str(listening.fileno())],
+        child = start_child(
+            *("-m", "freewheel.dashboard.web.child", str(listening.fileno())),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
