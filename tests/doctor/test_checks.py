@@ -107,7 +107,7 @@ BASE = {"aiohttp": "3.14.5", "uvloop": "0.22"}
     ],
 )
 def test_incomplete_packages_are_named(have, trains, expected, text):
-    found = list(software.packages(trains=trains, needs=map(software.parsed, METADATA), have=have.get))
+    found = list(software.packages(trains=trains, needs=map(software.parse_requirement, METADATA), have=have.get))
     assert [one.state for one in found] == expected and text in found[-1].detail
     assert len(found) == 1 or found[-1].remedy == "pip install 'freewheel[train]'"
 
@@ -149,7 +149,7 @@ def test_torch_is_compared_with_driver_and_gpus(monkeypatch, answer, driver, sta
     [(None, False, ["ok"]), (None, True, []), ("0.9.2", False, ["warning"]), ("0.24.0", True, ["ok"])],
 )
 def test_vllm_is_reported_unless_the_configuration_reports_it(monkeypatch, release, wanted, expected):
-    monkeypatch.setattr(api, "installed", lambda: release)
+    monkeypatch.setattr(api, "find_release", lambda: release)
     assert [one.state for one in software.vllm(wanted=wanted)] == expected
 
 

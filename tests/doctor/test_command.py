@@ -52,7 +52,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(total=100 * GIB, free=60 * GIB))
     answer = ChildAnswer(values={"version": "2.13", "cuda": None})
     monkeypatch.setattr(software, "run_in_child", lambda code, limit_s: answer)
-    monkeypatch.setattr(api, "installed", lambda: None)
+    monkeypatch.setattr(api, "find_release", lambda: None)
     return tmp_path
 
 

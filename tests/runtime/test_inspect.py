@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from freewheel.cli import app
 from freewheel.data.group import NO_VERSION, Prompt, PromptGroup, Response, Ticket
 from freewheel.inspect import run as inspecting
-from freewheel.inspect.run import shown
+from freewheel.inspect.run import escape_controls
 from freewheel.judge import verdict
 from freewheel.observe.run_folder import JOURNAL
 from freewheel.queue.audit import Audit, audit
@@ -298,4 +298,4 @@ def test_a_compacted_group_keeps_step_version_and_time_and_tokens_need_no_tokeni
 
 
 def test_model_output_cannot_rewrite_the_terminal():
-    assert shown("a\x1b[2J\r\x07b\n\u202ec") == "a\\x1b[2J\\r\\x07b\n\\u202ec"
+    assert escape_controls("a\x1b[2J\r\x07b\n\u202ec") == "a\\x1b[2J\\r\\x07b\n\\u202ec"

@@ -177,7 +177,7 @@ def _show(
     parts = [_title(planned), "", report.table(rows, price=price), "", report.summary(rows)]
     if scaled:
         parts += ["", "With as many groups a step for each accelerator:", "", report.scaling_table(scaled)]
-    print_text("\n".join([*parts, "", report.explained([*rows, *scaled])]))
+    print_text("\n".join([*parts, "", report.explain([*rows, *scaled])]))
 
 
 def _draw(path: Path, planned: Planned, rows: list[SimulatedSplit], scaled: list[SimulatedSplit]) -> None:

@@ -232,7 +232,7 @@ class LiveView(TerminalView):
             self._quietly(lambda: self._draw(snapshot))
 
     def say(self, text: str) -> None:
-        self._quietly(lambda: self._console.print(Text(wrapped(clean(text), self._console.width)), soft_wrap=True))
+        self._quietly(lambda: self._console.print(Text(wrap_words(clean(text), self._console.width)), soft_wrap=True))
 
     def finish(self, snapshot: RunSnapshot, summary: str) -> None:
         self._quietly(lambda: self._draw(snapshot))
@@ -413,7 +413,7 @@ def clean(text: str) -> str:
     return CONTROL.sub("", text)
 
 
-def wrapped(text: str, width: int) -> str:
+def wrap_words(text: str, width: int) -> str:
     """Wrap between words only, so that a long address stays whole and can be copied."""
     return "\n".join(
         textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) if len(line) > width else line

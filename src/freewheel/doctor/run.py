@@ -230,7 +230,7 @@ def _make_plan(config: TrainConfig) -> tuple[RunPlan | None, list[ConfigError | 
     """Return the plan and everything against it; None if something that it names does not exist."""
     from freewheel.runtime.config import held_out_file
     from freewheel.runtime.placement import Machine, place
-    from freewheel.runtime.preflight import refused
+    from freewheel.runtime.preflight import collect_errors
     from freewheel.runtime.start import make_plan
 
     try:
@@ -238,7 +238,7 @@ def _make_plan(config: TrainConfig) -> tuple[RunPlan | None, list[ConfigError | 
     except (ConfigError, DataError) as error:
         here = Machine.here()
         more = [*place(config, here).problems, *held_out_file(config)]
-        return None, [error, *refused(config), *more]
+        return None, [error, *collect_errors(config), *more]
     return plan, [error for error in plan.problems if error.key != RAY]  # it has its own check
 
 

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from freewheel.judge.stats import EndpointStats
-from freewheel.observe.lines import Tail, decoded
+from freewheel.observe.lines import Tail, decode_line
 from freewheel.observe.run_folder import METRICS
 from freewheel.observe.snapshot import PULSE_MAX_S
 
@@ -351,7 +351,7 @@ class RecordedMetrics:
         for block in blocks:
             found: dict[Any, list[Any]] = defaultdict(list)
             for line in block.lines:
-                row = decoded(_ROWS, line)
+                row = decode_line(_ROWS, line)
                 if row is None:
                     self.bad_lines += bool(line)
                     continue
@@ -421,7 +421,9 @@ class RecordedMetrics:
 
     def metric_names(self, kind: str = "step") -> list[str]:
         """Return the names of numbers in the first and last row of that kind."""
-        rows = [decoded(_WHOLE, line) or {} for line in self._examples.get(StepRow if kind == "step" else EvalRow, ())]
+        rows = [
+            decode_line(_WHOLE, line) or {} for line in self._examples.get(StepRow if kind == "step" else EvalRow, ())
+        ]
         names = {name for row in rows for name, value in row.items() if type(value) in (int, float)}
         return sorted(names - {"step", "time"})
 
@@ -436,6 +438,6 @@ class RecordedMetrics:
             self._requested[kind, *names] = Tail(self.path), decoder, Columns(("step", "elapsed_s", *names))
         tail, decoder, found = self._requested[kind, *names]
         for block in tail.look():
-            rows = [decoded(decoder, line) for line in block.lines]
+            rows = [decode_line(decoder, line) for line in block.lines]
             found.extend_in_order(self._metrics([row for row in rows if row is not None], found))
         return found

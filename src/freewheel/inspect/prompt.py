@@ -93,7 +93,7 @@ def follow(run: RunFolder, ordinal: int) -> GroupLife:
         failures = list(journal.failures(ordinal))
         stored = journal.group(ordinal)
         base = journal.base()
-    group, notes = _decoded(stored)
+    group, notes = _decode_group(stored)
     covered = ordinal < base.frontier.low or ordinal in base.frontier.ended
     if step is not None and step.version is not None:
         state = "trained"
@@ -135,7 +135,7 @@ def follow(run: RunFolder, ordinal: int) -> GroupLife:
     )
 
 
-def _decoded(stored: Stored | None) -> tuple[PromptGroup | None, list[str]]:
+def _decode_group(stored: Stored | None) -> tuple[PromptGroup | None, list[str]]:
     if stored is None:
         return None, []
     try:

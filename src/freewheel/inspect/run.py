@@ -247,7 +247,7 @@ def live_holder(folder: Path) -> str:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return ""
     except BlockingIOError:
-        return shown(holder)
+        return escape_controls(holder)
     finally:
         os.close(file)
 
@@ -272,6 +272,6 @@ def read_checkpoints(folder: Path) -> tuple[list[Saved], list[CheckpointMark]]:
     return saved, marks
 
 
-def shown(text: str) -> str:
+def escape_controls(text: str) -> str:
     """Return text of a model, a judge or a file without control characters, which could rewrite a terminal."""
     return "".join(one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode() for one in text)

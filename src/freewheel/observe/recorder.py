@@ -105,7 +105,7 @@ def need(module: str, *, key: str, value: object, package: str | None = None) ->
         raise SinkError(key, value, remedy) from error
 
 
-def named(kind: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+def name_numbers(kind: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Yield the numbers of a row under the names that sinks show."""
     for name, number in numbers(values) if kind != "event" else ():
         yield (name if kind != "eval" or name.startswith("eval/") else f"eval/{name}"), number
@@ -171,7 +171,7 @@ class TensorBoardSink:
         self._put(file_version="brain.Event:2")
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        found = [self._summary.Value(tag=name, simple_value=number) for name, number in named(kind, values)]
+        found = [self._summary.Value(tag=name, simple_value=number) for name, number in name_numbers(kind, values)]
         if found:
             self._put(step=step, summary=self._summary(value=found))
         if time.monotonic() - self._flushed_at >= FLUSH_EVERY_S:
@@ -215,7 +215,7 @@ class WandbSink:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        found = dict(named(kind, values))
+        found = dict(name_numbers(kind, values))
         if found:
             self._run.log({**found, "step": step})
 
@@ -267,7 +267,7 @@ class PrometheusSink:
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         found = {
             PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", name): (self._help.get(name.rpartition("/")[2], name), number)
-            for name, number in named(kind, values)
+            for name, number in name_numbers(kind, values)
         }
         if kind == "step":
             found[f"{PREFIX}step"] = ("last training step recorded", float(step))

@@ -167,7 +167,7 @@ def components(run_dir: str | os.PathLike[str]) -> list[str]:
     return sorted(names, key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), len(name), name))
 
 
-def merged(run_dir: str | os.PathLike[str], *, refused: Refused = lambda _: None) -> Iterator[TraceEvent]:
+def merge_traces(run_dir: str | os.PathLike[str], *, refused: Refused = lambda _: None) -> Iterator[TraceEvent]:
     """Yield one trace: names are numbered and explained by events, and pairs are complete."""
     numbers = {name: number for number, name in enumerate(components(run_dir), start=1)}
     for name, number in numbers.items():

@@ -224,7 +224,7 @@ class Planned:
         """Simulate the remedy of the verdict, so that its number is not only an estimate."""
         job = self.job(row.trainers, row.generators, bounds)
 
-        def tried(part: Bound, speed: float) -> float:
+        def simulate_remedy(part: Bound, speed: float) -> float:
             scene = job.scene
             if part == "generation":
                 generators = math.ceil(row.replicas * speed) * self.cluster.per_replica
@@ -233,7 +233,7 @@ class Planned:
                 scene = replace(scene, training=scene.training.faster(speed))
             return simulate_slice(scene, seed=self.seed).groups_per_s / row.outcome.groups_per_s
 
-        return msgspec.structs.replace(row, verdict=job.verdict_on(row.outcome, tried))
+        return msgspec.structs.replace(row, verdict=job.verdict_on(row.outcome, simulate_remedy))
 
 
 def best(rows: Sequence[SimulatedSplit]) -> SimulatedSplit:

@@ -42,7 +42,7 @@ def table(rows: Sequence[SimulatedSplit], *, price: float | None = None) -> str:
     }
     if price is not None:
         columns["cost/1M"] = lambda row: _number(row.hours_per_million * price)
-    return _aligned(rows, {**columns, "basis": lambda row: row.basis})
+    return _align(rows, {**columns, "basis": lambda row: row.basis})
 
 
 def scaling_table(rows: Sequence[SimulatedSplit]) -> str:
@@ -59,7 +59,7 @@ def scaling_table(rows: Sequence[SimulatedSplit]) -> str:
         "basis": lambda row: row.basis,
         "bottleneck": lambda row: row.verdict.partition(":")[0],
     }
-    return _aligned(rows, columns)
+    return _align(rows, columns)
 
 
 def summary(rows: Sequence[SimulatedSplit]) -> str:
@@ -74,7 +74,7 @@ def summary(rows: Sequence[SimulatedSplit]) -> str:
     )
 
 
-def explained(rows: Sequence[SimulatedSplit]) -> str:
+def explain(rows: Sequence[SimulatedSplit]) -> str:
     """Explain the words in `basis` that occur."""
     return "\n".join(EXPLAINED[basis] for basis in EXPLAINED if any(row.basis == basis for row in rows))
 
@@ -99,7 +99,7 @@ Cell = Callable[[SimulatedSplit], str]
 LEFT_ALIGNED = ("", " ", "basis", "bottleneck")
 
 
-def _aligned(rows: Sequence[SimulatedSplit], columns: Mapping[str, Cell]) -> str:
+def _align(rows: Sequence[SimulatedSplit], columns: Mapping[str, Cell]) -> str:
     cells = []
     for head, cell in columns.items():
         column = [head.strip(), *map(cell, rows)]

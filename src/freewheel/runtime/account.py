@@ -23,7 +23,7 @@ from freewheel.observe.run_folder import JOURNAL, TEXT_LOG
 from freewheel.observe.snapshot import Pulse, RunSnapshot
 from freewheel.observe.spans import ELAPSED, shares
 from freewheel.rewards.config import as_config
-from freewheel.runtime.bottleneck import Bound, Setting, Verdict, WaitTimes, Watching, stopped, waited
+from freewheel.runtime.bottleneck import Bound, Setting, Verdict, WaitTimes, Watching, find_stop, read_waits
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.recovery import AbandonedPrompts, StallDetector
 
@@ -262,7 +262,7 @@ class RunAccount:
     def _halted(self) -> Verdict | None:
         """What keeps everything from moving: a full disk, or a judge that does not answer."""
         judge = self.statistics.get("rollouter", {}).get("rewards", {}).get("judge") or {}
-        return stopped(paused=self._last_queue.get("paused", ""), endpoints=judge.get(_ENDPOINTS) or ())
+        return find_stop(paused=self._last_queue.get("paused", ""), endpoints=judge.get(_ENDPOINTS) or ())
 
     def _report_halt(self) -> None:
         """Report a halt once, and its end once."""
@@ -358,7 +358,7 @@ class RunAccount:
 
     def _describe_waits(self) -> str:
         """Waiting as the verdict measures it. An engine is idle while it computes nothing, whatever its groups do."""
-        training, generation = waited(self.waits)
+        training, generation = read_waits(self.waits)
         replicas = self.statistics.get("rollouter", {})
         elapsed_s = replicas.get("spans", {}).get(ELAPSED, 0.0)
         busy = min(1.0, replicas.get("engine_busy_s", 0.0) / elapsed_s) if elapsed_s else 1.0

@@ -55,7 +55,7 @@ def preflight(config: TrainConfig) -> int | None:
     return _rows(config)
 
 
-def refused(config: TrainConfig) -> list[ConfigError | DataError]:
+def collect_errors(config: TrainConfig) -> list[ConfigError | DataError]:
     """Return everything that `preflight` would raise, not only the first error."""
     found: list[ConfigError | DataError] = []
     checks: list[Callable[[], object]] = [*_checks(config), partial(_rows, config)]

@@ -38,7 +38,7 @@ from freewheel.trainer.decoder import decoder_layers
 from freewheel.trainer.losses import Tally
 from freewheel.trainer.options import OptimizerConfig
 from freewheel.trainer.policy import Policy, probe_batch
-from freewheel.trainer.sharded_checkpoint import moved, read_rows
+from freewheel.trainer.sharded_checkpoint import copy_shards, read_rows
 from freewheel.trainer.torch_backend import Optimizer, Part, TorchBackend
 
 T = TypeVar("T")
@@ -352,7 +352,7 @@ class FsdpBackend(TorchBackend):
                 raise DataError(f"rank {rank}: {problem}")
         self._rest()
         own = {
-            name: moved(one, self._world.mesh, self._world.device) if isinstance(one, DTensor) else one
+            name: copy_shards(one, self._world.mesh, self._world.device) if isinstance(one, DTensor) else one
             for name, one in tensors.items()
         }
         self._load(own, values)

@@ -29,7 +29,7 @@ from freewheel.errors import ConfigError
 from freewheel.inspect.metrics import Columns, RecordedMetrics
 from freewheel.inspect.run import LastStep, live_holder
 from freewheel.inspect.trace import RecordedTrace
-from freewheel.observe.lines import Tail, decoded, open_regular
+from freewheel.observe.lines import Tail, decode_line, open_regular
 from freewheel.observe.run_folder import CHECKPOINTS, CONFIG, FINAL, JOURNAL, LOG, METRICS
 from freewheel.runtime.config import THRESHOLDS
 
@@ -57,7 +57,7 @@ class WatchedSettings:
                 return
             self._read = (about.st_ino, about.st_mtime_ns)
             self.changes += 1
-            self.values = _parsed(os.pread(fd, MOST_BYTES, 0))
+            self.values = _parse_settings(os.pread(fd, MOST_BYTES, 0))
         finally:
             os.close(fd)
 
@@ -86,7 +86,7 @@ class WatchedSettings:
         return found if is_number and abs(found) <= sys.float_info.max else None  # neither NaN nor infinite
 
 
-def _parsed(data: bytes) -> dict[str, Any]:
+def _parse_settings(data: bytes) -> dict[str, Any]:
     try:
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(data, Loader=_LOADER)):
             return {}  # our files have no aliases, and a few lines of them can expand beyond all memory
@@ -196,7 +196,7 @@ class RunView:
             self.warnings.clear()
         for block in blocks:
             for line in block.lines:
-                said = decoded(_WARNED, line) if any(level in line for level in LEVELS) else None
+                said = decode_line(_WARNED, line) if any(level in line for level in LEVELS) else None
                 if said is not None and said.level in ("WARNING", "ERROR", "CRITICAL"):
                     self.warnings.append(said)
 

@@ -91,7 +91,7 @@ def learning(
     """Judge by held-out rewards if there are two, else by training rewards."""
     known = np.flatnonzero(np.isfinite(held_out))
     if len(known) >= 2:
-        return _compared(
+        return _compare(
             "Held-out reward",
             (float(held_out[known[0]]), _or_zero(errors[known[0]]), int(eval_steps[known[0]])),
             (float(held_out[known[-1]]), _or_zero(errors[known[-1]]), int(eval_steps[known[-1]])),
@@ -101,14 +101,14 @@ def learning(
         return Learning("unknown", "Too early to say whether it learns")
     width = max(FEWEST_STEPS // 2, round(len(known) * END_SHARE))
     first, last = known[:width], known[-width:]
-    return _compared(
+    return _compare(
         "Training reward",
         (*_mean(rewards[first]), int(steps[known[0]])),
         (*_mean(rewards[last]), int(steps[known[-1]])),
     )
 
 
-def _compared(what: str, first: tuple[float, float, int], last: tuple[float, float, int]) -> Learning:
+def _compare(what: str, first: tuple[float, float, int], last: tuple[float, float, int]) -> Learning:
     (was, was_error, was_at), (now, now_error, now_at) = first, last
     told = f"{was:.3f} at step {was_at:,} → {now:.3f} at step {now_at:,}"
     if now == was or abs(now - was) <= SURE * math.hypot(was_error, now_error):

@@ -56,7 +56,7 @@ DETAIL_CHARS = 600
 """Characters shown of vLLM's message about refused settings."""
 
 
-def installed() -> str | None:
+def find_release() -> str | None:
     """Return the installed release; None if there is none."""
     for name in DISTRIBUTIONS:
         try:
@@ -68,7 +68,7 @@ def installed() -> str | None:
 
 def require() -> None:
     """Raise if no usable vLLM is installed. Does not import it."""
-    found = installed()
+    found = find_release()
     if found is None:
         raise ConfigError("rollout.engine", "vllm", f"vLLM is not installed: {INSTALL}; or rollout.engine=native")
     release = re.match(r"(\d+)\.(\d+)", found)
