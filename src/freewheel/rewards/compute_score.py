@@ -65,7 +65,7 @@ def compute_score(*args: Any, **kwargs: Any) -> Any:
     if not call.is_judged:
         return _one_or_all(call, [rule_value(rule) for rule in call.rules])
     handle, config = _submit(call)
-    return _judged(call, wait_for(handle), config)
+    return _combine_verdicts(call, wait_for(handle), config)
 
 
 async def compute_score_async(*args: Any, **kwargs: Any) -> Any:
@@ -75,7 +75,7 @@ async def compute_score_async(*args: Any, **kwargs: Any) -> Any:
         return _one_or_all(call, [rule_value(rule) for rule in call.rules])
     handle, config = _submit(call)
     try:
-        return _judged(call, await handle, config)
+        return _combine_verdicts(call, await handle, config)
     finally:
         handle.cancel()
 
@@ -142,7 +142,7 @@ def _one_or_all(call: _Call, rows: list[Any]) -> Any:
     return rows if call.is_batch else rows[0]
 
 
-def _judged(call: _Call, verdicts: Sequence[Verdict], config: LengthPenaltyConfig) -> Any:
+def _combine_verdicts(call: _Call, verdicts: Sequence[Verdict], config: LengthPenaltyConfig) -> Any:
     rewards = combine(call.samples, call.rules, verdicts, config)
     scores: list[Any] = rewards.reward.tolist()
     if not call.is_verl:

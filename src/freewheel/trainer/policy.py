@@ -92,7 +92,7 @@ class Policy:
         # Trained parameters are in float32, because bfloat16 would lose small updates. A frozen base needs only the
         # precision of the computation.
         self.plain = model.to(device, torch.float32) if lora is None else cast_parameters(model.to(device), self.dtype)
-        self._names = {name for name, _ in _published(self.plain)}
+        self._names = {name for name, _ in _iterate_parameters(self.plain)}
         self.model = _with_adapters(self.plain, lora, seed) if lora is not None else self.plain
         self.model.eval()
         if activation_checkpointing:
@@ -257,10 +257,10 @@ class Policy:
 
     def _merged_weights(self) -> Iterator[tuple[str, Tensor]]:
         if self.lora is None:
-            yield from _published(self.plain)
+            yield from _iterate_parameters(self.plain)
             return
         adapted = {f"{name}.weight": m for name, m in self.plain.named_modules() if hasattr(m, "get_delta_weight")}
-        for name, tensor in _published(self.plain):
+        for name, tensor in _iterate_parameters(self.plain):
             name = name.replace(".base_layer.", ".")
             if name in adapted:
                 yield name, tensor.float() + adapted[name].get_delta_weight(ADAPTER).detach().float()
@@ -302,7 +302,7 @@ def _logits(model: Any, batch: MicroBatch) -> Tensor:
     return logits
 
 
-def _published(model: Any) -> Iterator[tuple[str, Tensor]]:
+def _iterate_parameters(model: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters, tied ones once, and the buffers that a checkpoint holds."""
     kept = model.state_dict()
     for name, parameter in model.named_parameters():

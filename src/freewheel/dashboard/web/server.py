@@ -179,7 +179,7 @@ class Server:
     async def start(self, listening: socket.socket) -> None:
         """`listening`: a bound socket."""
         self._door = Door(self._token, listening.getsockname()[1])
-        app = web.Application(middlewares=[self._guarded], client_max_size=0)
+        app = web.Application(middlewares=[self._guard], client_max_size=0)
         app.router.add_get("/", self._static)
         app.router.add_get("/static/{name:.+}", self._static)
         app.router.add_get("/api/runs", self._all_runs)
@@ -201,7 +201,7 @@ class Server:
     # -- who, and what went wrong -------------------------------------------------------------------------------------
 
     @web.middleware
-    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             response = await self._let_in(request, handler)
         except web.HTTPException as error:

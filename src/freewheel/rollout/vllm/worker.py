@@ -327,12 +327,12 @@ class GroupReceiving(Receiving):
         self._key = update_info.key
         try:
             with self._sound():
-                receive(self._joined(update_info), self)
+                receive(self._join_group(update_info), self)
         except BaseException:
             self.shutdown()  # the group's members no longer agree on the next broadcast
             raise
 
-    def _joined(self, update: GroupUpdate) -> TorchGroup:
+    def _join_group(self, update: GroupUpdate) -> TorchGroup:
         if update.port:
             self.shutdown()
             self._group = TorchGroup(
