@@ -126,7 +126,7 @@ class Loop:
         self.policy.update(batch.batch["responses"], rewards, self.times)
         return time.perf_counter() - began, waited
 
-    def beside(self) -> tuple[float, float]:
+    def asynchronous(self) -> tuple[float, float]:
         batch = self.make()
         if self.pending is None:
             self.pending = (batch, self.manager.submit(batch))
@@ -184,9 +184,9 @@ def measure(options: argparse.Namespace, url: str, cache_dir: str) -> dict[str, 
     for _ in range(STEPS):
         plain.without()
         bytes_without.append(family_bytes())
-    beside = Loop(policy, make, times, make_manager(url, cache_dir, use_async_io=True))
+    overlapped = Loop(policy, make, times, make_manager(url, cache_dir, use_async_io=True))
     sync = Loop(policy, make, times, make_manager(url, cache_dir, use_async_io=False))
-    modes = {"without": plain.without, "async": beside.beside, "sync": sync.sync}
+    modes = {"without": plain.without, "async": overlapped.asynchronous, "sync": sync.sync}
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in modes}
     for _ in range(options.rounds):
         for name, run in modes.items():
@@ -194,7 +194,7 @@ def measure(options: argparse.Namespace, url: str, cache_dir: str) -> dict[str, 
                 seconds = run()
                 taken[name] += [seconds] if step else []
                 bytes_with += [family_bytes()] if name == "async" else []
-    beside.manager.shutdown_workers()
+    overlapped.manager.shutdown_workers()
     if not options.quick:
         taken["naive"] = [naive(plain, url)]
     # Medians, because the memory that torch caches varies by a fifth from step to step.

@@ -182,11 +182,11 @@ def main_thread_share(url: str, seconds: float, rounds: int, placement: str) -> 
                 requests(OFFERED_PER_S // 10, f"alone {turn}")
 
             alone = busy(seconds, prepare_only)
-            beside = busy(seconds, offer)
+            during = busy(seconds, offer)
             rates.append(sum(handle.progress().scored for handle in handles) / seconds)
             for handle in handles:
                 handle.result()
-            shares.append(beside / ((alone + busy(seconds, prepare_only)) / 2))
+            shares.append(during / ((alone + busy(seconds, prepare_only)) / 2))
     return statistics.median(shares), statistics.median(rates)
 
 

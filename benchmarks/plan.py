@@ -44,7 +44,7 @@ from common import (
 from freewheel.observe.recorder import read_metrics
 from freewheel.plan.clusters import RecordedRun, read, scene_of
 from freewheel.plan.planner import ending
-from freewheel.plan.scene import Beside, Generation, Lognormal, Measured, Outcome, Scene, Scores, Training
+from freewheel.plan.scene import Generation, Lognormal, Measured, Outcome, Scene, Scores, Slowdown, Training
 from freewheel.plan.simulation import simulate
 from freewheel.queue.staleness import Bounds
 
@@ -107,7 +107,7 @@ def generated(scene: str, recorded: RecordedRun) -> Measured | None:
     )
 
 
-def beside(alone: Scene, together: RecordedRun, bounds: Bounds) -> Beside:
+def measure_slowdown(alone: Scene, together: RecordedRun, bounds: Bounds) -> Slowdown:
     """Return how much the two sides slow each other down. `alone` was measured in a synchronous mode; `together` is the
     same run with both sides at work, under `bounds`. Each side is slowed for as long as the other works."""
     expected = simulate(replace(alone, bounds=bounds))
@@ -115,7 +115,7 @@ def beside(alone: Scene, together: RecordedRun, bounds: Bounds) -> Beside:
     slower_training = per_token_s / (alone.training.per_token_s * alone.training.varies.mean)
     slower_generation = together.busy_per_token_s / expected.busy_per_token_s
     trains = sum(together.train_s) / (together.steps * together.step_s)
-    return Beside(
+    return Slowdown(
         generation=max(1.0, 1 + (slower_generation - 1) / min(1.0, trains)),
         training=max(1.0, 1 + (slower_training - 1) / expected.engine_busy),
     )
@@ -163,16 +163,16 @@ class Measurements:
         bounds = ending(config.bounds, self._steps)
         return replace(scene_of(recorded, config, bounds, generated=generated(scene, recorded)), window=self._window)
 
-    def sharing(self) -> Beside:
+    def sharing(self) -> Slowdown:
         """What the two sides cost each other, from the plain scene."""
         bounds = ending(self.config("plain", "fully_async", 0).bounds, self._steps)
-        return beside(self.replayed("plain", "sync", 0), self.recorded("plain", "fully_async", 0), bounds)
+        return measure_slowdown(self.replayed("plain", "sync", 0), self.recorded("plain", "fully_async", 0), bounds)
 
-    def predicted(self, scene: str, mode: str, sharing: Beside) -> Outcome:
+    def predicted(self, scene: str, mode: str, sharing: Slowdown) -> Outcome:
         base = self.replayed(scene, "sync", 0)
         bounds = ending(self.config(scene, mode, 0).bounds, self._steps)
         outcomes = [
-            simulate(replace(base, bounds=bounds, beside=sharing), seed=seed) for seed in range(PREDICTED_SEEDS)
+            simulate(replace(base, bounds=bounds, slowdown=sharing), seed=seed) for seed in range(PREDICTED_SEEDS)
         ]
         return sorted(outcomes, key=lambda one: one.wall_s)[PREDICTED_SEEDS // 2]
 
@@ -190,7 +190,10 @@ def validate(scenes: list[str], seeds: int, folder: Path, *, quick: bool) -> dic
             for mode in async_vs_sync.MODES:
                 runs.run(scene, mode, seed)
     sharing = runs.sharing()
-    figures: dict[str, Any] = {"beside": {"generation": sharing.generation, "training": sharing.training}, "scenes": {}}
+    figures: dict[str, Any] = {
+        "slowdown": {"generation": sharing.generation, "training": sharing.training},
+        "scenes": {},
+    }
     for scene in scenes:
         for mode in async_vs_sync.MODES:
             found = runs.predicted(scene, mode, sharing)
@@ -254,7 +257,7 @@ def main() -> int:
             for name, one in figures["scenes"].items()
         ]
         print("\n" + markdown_table(head, table))
-        slower = figures["beside"]
+        slower = figures["slowdown"]
         said = f"generation takes {slower['generation']:.2f} and training {slower['training']:.2f} times as long"
         print(f"\nside by side {said}")
     figures["lives"] = lives = measure_lives()

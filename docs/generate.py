@@ -95,7 +95,7 @@ JSON file with `--config`.
 COMMAND_LINE = """\
 # Command line
 
-Generated from the program by `make docs`; `freewheel COMMAND --help` says the same in a terminal. Settings of a run are
+Generated from the program by `make docs`; `freewheel COMMAND --help` prints the same text. Settings of a run are
 not flags but `key=value`: [configuration](configuration.md#a-training-run).
 """
 

@@ -247,7 +247,7 @@ def test_two_objects_of_one_name_are_kept_apart():
     assert names == ["in_memory:lambda", "in_memory:lambda_2"] and len(objects) == 2
 
 
-def test_a_function_of_the_main_program_travels_by_value(monkeypatch: pytest.MonkeyPatch, elsewhere: Path):
+def test_a_function_of_the_main_program_is_sent_by_value(monkeypatch: pytest.MonkeyPatch, elsewhere: Path):
     """Other processes have another `__main__`, also when the program is a folder with `__main__.py`."""
     (elsewhere / "__main__.py").touch()
     sys.path.append(str(elsewhere))
@@ -256,7 +256,7 @@ def test_a_function_of_the_main_program_travels_by_value(monkeypatch: pytest.Mon
     assert api._name_object("reward", importable_reward, {}) == "in_memory:importable_reward"
 
 
-def test_a_function_of_a_module_that_no_other_process_can_import_travels_by_value():
+def test_a_function_of_a_module_that_no_other_process_can_import_is_sent_by_value():
     module = ModuleType("not_on_any_path")
     exec("FACTOR = 3\ndef score(response, row):\n    return FACTOR * len(response)\n", module.__dict__)
     sys.modules["not_on_any_path"] = module

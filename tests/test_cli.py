@@ -375,7 +375,7 @@ def test_an_output_of_another_input_or_rubric_is_refused(scoring: Scoring) -> No
         assert reason in scoring.run(code=2).stderr
     assert scoring.target.read_bytes() == before
     scoring.target.write_text("my diary\n")
-    assert b"no row of" in scoring.run(code=2).stderr and scoring.target.read_text() == "my diary\n"
+    assert b"not a row of" in scoring.run(code=2).stderr and scoring.target.read_text() == "my diary\n"
     scoring.write(1)
     scoring.run("--overwrite")
     scoring.assert_complete(1)

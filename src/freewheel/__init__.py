@@ -1,4 +1,4 @@
-"""freewheel: reinforcement-learning post-training in which no accelerator waits for something it does not need.
+"""Asynchronous reinforcement-learning post-training in which no accelerator waits for work that it does not depend on.
 
     import freewheel as fw
 

@@ -4,7 +4,7 @@
       │ rows, model objects: private files in the run directory                                 │
       └ functions, classes: in memory only, named `in_memory:NAME` in config.yaml               └─▶ Run
 
-A run happens in the calling thread where that can handle Ctrl-C, else in a separate thread: in a notebook, whose main
+A run uses the calling thread if that can handle Ctrl-C. Otherwise it uses a separate thread: in a notebook, whose main
 thread has an event loop, and in the background. Importing this module imports nothing heavy.
 """
 
@@ -53,7 +53,7 @@ ROWS_TASK = "rows"
 """The task that reads rows as they are given."""
 OWN_FILES = {"data.train": "data/train.jsonl", "data.eval": "data/eval.jsonl", "model.path": "model",
              "model.tokenizer": "tokenizer"}  # fmt: skip
-"""Where a run directory keeps what was given as Python objects."""
+"""The folder of a run directory for rows and models that were given as Python objects."""
 SHOWN_ERROR_CHARS = 500
 
 
@@ -149,8 +149,8 @@ def evaluate(
 
     `model`: what `train` takes, a `Run`, or a run's folder. `data`: what `train` takes; without it, the run's held-out
     rows or those of `task`. `prompts`: how many rows (all rows given in Python, else 128). `samples`: responses to each
-    (1). `temperature`: of sampling (0, the likeliest token each time). The reward function scores alone, without judge
-    and length penalty.
+    (1). `temperature`: of sampling (0, the likeliest token each time). Only the reward function scores: no judge and no
+    length penalty.
     """
     from freewheel.runtime.config_files import compose
     from freewheel.runtime.evaluation import eval_config, find_target
@@ -255,7 +255,7 @@ class Run:
         show: Show | None = None,
     ) -> Run:
         """Continue in the same folder, for example with `{"trainer.total_steps": 200}`, without skipping or repeating a
-        prompt. In another process than the one that started the run, give a reward that is in no file again."""
+        prompt. In a process other than the one that started the run, pass a reward again if it is not in a file."""
         from freewheel.runtime.start import find_local_modules, resume
 
         find_local_modules()
@@ -272,7 +272,7 @@ class Run:
         """Wait for a run in the background and return it. Raises what `train` would. A run that has not ended
         after `timeout_s` is returned as it is."""
         if self._live is not None and futures.wait([self._live.end], timeout_s).done:
-            self._live.end.result()  # raises what kept the run from starting
+            self._live.end.result()  # raises the error that prevented the start
             if self.status == "failed":
                 raise RunFailed(self, self.error)
         return self
@@ -313,13 +313,13 @@ def drive(request: RunRequest, shown: Any) -> RunResult:
 
 def _make_main(request: RunRequest, shown: Any) -> FullyAsyncMain:
     """Plan the run on this machine. Raises the first problem that would prevent it."""
-    from freewheel.dashboard.web.child import page_of
+    from freewheel.dashboard.web.child import page_for_run
     from freewheel.runtime.main import FullyAsyncMain
     from freewheel.runtime.start import make_plan
 
     plan = make_plan(request.config)
     plan.check()
-    served = partial(page_of, request.config, shown)
+    served = partial(page_for_run, request.config, shown)
     return FullyAsyncMain(
         config=request.config, plan=plan, resume=request.resume, changed=request.changed, view=shown, alongside=served
     )
@@ -359,7 +359,7 @@ class _LiveRun:
         return self.end.result() if self.end.done() and self.end.exception() is None else None
 
     def run_here(self) -> None:
-        """Block until the end. Ctrl-C ends the run after its step, whichever thread it is in."""
+        """Block until the end. Ctrl-C ends the run after its step, in whichever thread the run is."""
         if threading.current_thread() is threading.main_thread() and not _has_loop():
             with _signal_handlers_kept():  # the run handles Ctrl-C and SIGTERM itself
                 self._run()
@@ -401,7 +401,7 @@ def _has_loop() -> bool:
 
 @contextmanager
 def _signal_handlers_kept() -> Iterator[None]:
-    """Restore the program's handlers of Ctrl-C and SIGTERM afterwards: a run replaces them, and so does Ray."""
+    """Restore the program's handlers of Ctrl-C and SIGTERM afterwards, because a run and Ray replace them."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -464,7 +464,8 @@ def _named_inputs(
 
 
 def _name_object(key: str, value: Any, objects: dict[str, Any]) -> str:
-    """`module:name` of an object. What other processes cannot import by name is kept in memory and travels by value."""
+    """`module:name` of an object. An object that other processes cannot import by name is kept in memory and sent by
+    value."""
     if isinstance(value, str):
         return value
     named = value if hasattr(value, "__qualname__") else type(value)
@@ -541,7 +542,7 @@ class _OwnFiles:
                 value.save_pretrained(private_folder(path))
 
     def discard(self) -> None:
-        """Remove what was written, unless a run has begun there."""
+        """Remove what `write` created, unless a run has started there."""
         if self._folder is None or (self._folder / CONFIG).exists():
             return
         for key in self.given:
@@ -567,7 +568,7 @@ def _as_lines(key: str, rows: Iterable[Any]) -> list[bytes]:
 
 
 def _plain_value(value: Any) -> Any:
-    """numpy's and torch's numbers and arrays as Python's."""
+    """Convert numbers and arrays of numpy and torch to Python's."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"it holds a {type(value).__name__}: give text, numbers, lists and mappings")

@@ -75,7 +75,7 @@ def painted(page: Any, selector: str = "canvas") -> int:
 
 def test_the_first_view_shows_the_state_the_trend_and_the_curves(page):
     page.wait_for_selector(".hero .says")
-    assert "can be resumed. Until then it was judge-bound: 62%" in page.inner_text(".hero .says")
+    assert "can be resumed. It was judge-bound: 62%" in page.inner_text(".hero .says")
     assert "freewheel train resume=" in page.inner_text(".hero code")
     assert page.inner_text(".hero .learns").startswith("It learns: held-out reward")
     assert page.inner_text("#progress-words").startswith("60 / 60 steps")
@@ -90,7 +90,7 @@ def test_every_view_opens_with_a_click_and_shows_its_content(page):
         "judge": ["Limit", "429s", "Calls saved", "judge-large", "timeout"],
         "weights": ["Sync log", "v60", "2 attempts"],
         "timeline": ["groups"],
-        "samples": ["Mia has", "version", "Its life in the ledger"],
+        "samples": ["Mia has", "version", "Show in ledger"],
         "ledger": ["Every prompt is accounted for", "trained"],
         "compare": ["run-1", "run-2", "Settings that differ", "seed"],
     }
@@ -154,12 +154,13 @@ def test_the_timeline_zooms_moves_and_leads_to_a_group(page):
 def test_the_timeline_shows_how_much_is_left_out(page):
     page.route(re.compile("/timeline"), lambda one: one.fulfill(json={**one.fetch().json(), "whole_from_s": 70.0}))
     view(page, "timeline")
-    page.wait_for_selector(".toolbar :text('spans from before 1:10 are left out')")
+    page.wait_for_selector(".toolbar :text('spans before 1:10 are not shown')")
 
 
 def test_samples_are_searched_filtered_and_walked_through(page):
     view(page, "samples")
     page.wait_for_selector(".card[aria-current=true]")
+    page.wait_for_selector(".token-run")
     assert page.locator(".token-run").count() >= 8
     first = page.inner_text(".card[aria-current=true]")
     page.keyboard.press("j")
@@ -199,7 +200,7 @@ def test_the_ledger_follows_one_prompt(page):
     assert "trained on in step 2" in page.inner_text(".life")
     page.fill("input[aria-label='Prompt number']", "9999")
     page.keyboard.press("Enter")
-    page.wait_for_selector("#content :text('Nothing is known of it')")
+    page.wait_for_selector("#content :text('No record of this prompt')")
 
 
 def test_runs_are_switched_and_laid_over_one_another(page):
@@ -210,7 +211,7 @@ def test_runs_are_switched_and_laid_over_one_another(page):
     assert page.locator(".pick input:checked").count() == 2
     assert painted(page) == 1
     page.locator(".pick input").first.uncheck()
-    page.wait_for_selector("#content :text('Choose a second run')")
+    page.wait_for_selector("#content :text('Select a second run')")
 
 
 def test_after_quick_switches_the_last_chosen_run_is_shown(tmp_path, serve, open_page):
@@ -241,7 +242,7 @@ def test_an_address_that_names_no_view_or_no_run_still_opens_something(page):
     page.wait_for_selector("nav [data-view=overview][aria-current=page]")
     page.wait_for_selector(".hero .says")
     page.evaluate("location.hash = 'judge/doesnotexist'")
-    page.wait_for_selector("#content :text('There is no run doesnotexist here')")
+    page.wait_for_selector("#content :text('There is no run named doesnotexist')")
     assert page.locator("#state").is_hidden() and page.locator("#progress-words").is_hidden()
     assert sorted(page.locator("#content a").all_inner_texts()) == ["run-1", "run-2"]
     page.click("#content a:text('run-1')")
@@ -363,9 +364,9 @@ def test_a_view_says_what_was_not_recorded(tmp_path, serve, open_page):
     (tmp_path / "run/metrics.jsonl").write_bytes(line({"kind": "event", "step": 0, "time": BEGAN_S, "text": "begun"}))
     page = open_page(serve(tmp_path / "run"))
     for name, words in {
-        "overview": "Not recorded", "judge": "Nothing was scored yet", "weights": "No weights were sent yet",
-        "timeline": "Not recorded", "samples": "Not recorded", "ledger": "This cannot be audited",
-        "compare": "There is one run here",
+        "overview": "Not recorded", "judge": "Nothing scored yet", "weights": "No weights sent yet",
+        "timeline": "Not recorded", "samples": "Not recorded", "ledger": "Cannot audit this run",
+        "compare": "Only one run to show",
     }.items():  # fmt: skip
         view(page, name)
         page.wait_for_selector(f"#content :text({json.dumps(words)})")
@@ -394,8 +395,8 @@ def test_a_judge_that_is_down_and_an_engine_that_is_behind_are_shown(tmp_path, s
         view(page, "judge")
         page.wait_for_selector(".notice:text('unreachable, next try within 1 s. 72 requests wait')")
         assert page.inner_text("td .chip.bad") == "unreachable, next try within 1 s"
-        assert page.locator("#content :text('Every request ended with a verdict')").count() == 0
-        page.wait_for_selector("#content :text('72 requests had no verdict yet')")
+        assert page.locator("#content :text('Every request got a verdict')").count() == 0
+        page.wait_for_selector("#content :text('72 requests still waiting for a verdict')")
         assert "failed calls" in page.get_attribute("canvas[aria-label^='429s']", "aria-label")
         view(page, "weights")
         page.wait_for_selector(".chip.good:text('rollouter-0 v9')")
@@ -472,7 +473,7 @@ def test_a_page_without_its_server_says_so_and_its_clock_continues(tmp_path, ser
     page = open_page(serve(folder), allowed=LOST)
     assert page.locator("#lost").is_hidden()
     serve.stop()
-    page.wait_for_selector("#lost:text('has not heard from its server')")
+    page.wait_for_selector("#lost:text('No message from the server for')")
     assert page.inner_text("#state") == "no connection"
     said = page.inner_text("#lost")
     assert f"freewheel dashboard {folder}" in said

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 from freewheel.cli import app
 from freewheel.dashboard.terminal import LiveView, PlainView, panel
-from freewheel.dashboard.web.child import beside, page_of
+from freewheel.dashboard.web.child import page_for_run, serve_next_to_run
 from freewheel.observe.snapshot import RunSnapshot
 from freewheel.utils.http import listen
 
@@ -128,12 +128,12 @@ def test_an_address_for_other_machines_gives_a_warning(tmp_path, begin):
     assert "SSH tunnel" in program.communicate(timeout=WAIT_S)[1]
 
 
-# -- beside a run -----------------------------------------------------------------------------------------------------
+# -- next to a run ----------------------------------------------------------------------------------------------------
 
 
 def test_a_run_has_a_page_from_before_its_first_line_until_its_end(tmp_path):
     folder = tmp_path / "run"
-    with beside(folder) as url:
+    with serve_next_to_run(folder) as url:
         assert get(url)[0] == 200
         make_run(folder, steps=3)
         child = page_of_process(os.getpid())
@@ -146,7 +146,7 @@ def test_a_run_has_a_page_from_before_its_first_line_until_its_end(tmp_path):
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="what a process has loaded is read from /proc")
 def test_the_page_sleeps_until_a_client_connects(tmp_path):
-    with beside(tmp_path) as url:
+    with serve_next_to_run(tmp_path) as url:
         child = page_of_process(os.getpid())
         loaded = Path(f"/proc/{child.pid}/maps")
         wait_until(lambda: "msgspec" in loaded.read_text() and child.status() == psutil.STATUS_SLEEPING)
@@ -157,8 +157,8 @@ def test_the_page_sleeps_until_a_client_connects(tmp_path):
 
 OWNER = """
 import sys, time
-from freewheel.dashboard.web.child import beside
-with beside(sys.argv[1]) as url:
+from freewheel.dashboard.web.child import serve_next_to_run
+with serve_next_to_run(sys.argv[1]) as url:
     print(url, flush=True)
     time.sleep(600)
 """
@@ -177,7 +177,7 @@ def test_the_page_ends_with_its_run_however_that_ends(tmp_path, begin, how):
 
 
 def test_a_page_that_dies_is_logged(tmp_path, caplog):
-    with beside(tmp_path) as url:
+    with serve_next_to_run(tmp_path) as url:
         child = page_of_process(os.getpid())
         child.kill()
         child.wait(WAIT_S)
@@ -186,7 +186,7 @@ def test_a_page_that_dies_is_logged(tmp_path, caplog):
 
 
 def test_a_taken_port_costs_a_run_only_its_page(tmp_path, caplog):
-    with listen("127.0.0.1", 0) as taken, beside(tmp_path, port=taken.getsockname()[1]) as url:
+    with listen("127.0.0.1", 0) as taken, serve_next_to_run(tmp_path, port=taken.getsockname()[1]) as url:
         assert url == ""
     assert "The run has no page" in caplog.text and "observe.dashboard_port" in caplog.text
 
@@ -197,12 +197,12 @@ def test_the_address_is_shown_in_the_terminal_only(tmp_path):
     file = io.StringIO()
     shown = PlainView(file)
     console = Console(file=io.StringIO(), width=200)
-    with page_of(config, shown):
+    with page_for_run(config, shown):
         assert shown.page in file.getvalue() and "Dashboard: http://127.0.0.1:" in file.getvalue()
         console.print(panel(RunSnapshot(mode="sync", step=1, total_steps=2), width=200, page=shown.page))
         assert shown.page in console.file.getvalue()
     assert shown.page == "" and LiveView(console).page == ""
     observe.dashboard = False
     quiet = PlainView(io.StringIO())
-    with page_of(config, quiet):
+    with page_for_run(config, quiet):
         assert quiet.page == ""

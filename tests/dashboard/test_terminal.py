@@ -1,4 +1,4 @@
-"""The terminal view: what it shows, how it draws, when it falls silent, and that the terminal is whole afterwards."""
+"""The terminal view: what it shows, how it draws, when it stops writing, and that the terminal is whole afterwards."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ class Gone(Broken):
         lambda: LiveView(Console(file=Gone(), force_terminal=True)),
     ],
 )
-def test_a_reader_that_leaves_silences_the_view_and_nothing_else(make):
+def test_a_reader_that_leaves_stops_the_view_and_nothing_else(make):
     with make() as shown:
         shown.update(RUN)
         shown.say("x")

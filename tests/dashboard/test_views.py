@@ -168,7 +168,7 @@ def test_the_state_and_the_verdict_follow_the_run(tmp_path):
 # -- gaps in the records ----------------------------------------------------------------------------------------------
 
 
-def test_a_run_without_metrics_says_how_far_it_came(tmp_path):
+def test_a_run_without_metrics_shows_the_last_step_that_it_reached(tmp_path):
     folder = make_run(tmp_path / "run", steps=12)
     (folder / "final").mkdir()
     assert now(folder)["missing"] == []

@@ -143,13 +143,13 @@ def test_the_lag_is_counted_from_the_oldest_token_that_the_policy_made():
 
 def test_a_response_has_one_entry_a_token_and_at_least_one():
     good = response([1, 2])
-    with pytest.raises(DataError, match=r"lengths \[1, 2\]: give one entry a token"):
+    with pytest.raises(DataError, match=r"lengths \[1, 2\]: give one entry per token"):
         dataclasses.replace(good, logprobs=good.logprobs[:1])
     with pytest.raises(DataError, match=r"lengths \[0\]"):
         response([])
 
 
-def test_bytes_that_are_no_group_are_refused():
+def test_bytes_that_are_not_a_group_are_refused():
     data = group(response([1, 2])).encode()
     for broken in (b"", data[: len(data) // 2], msgspec.msgpack.encode({"ticket": 1}), b"\xc1" + data[1:]):
         with pytest.raises((msgspec.DecodeError, msgspec.ValidationError)):

@@ -153,7 +153,7 @@ def test_how_a_response_ended_is_given_or_follows_from_its_tokens():
         ({"rollout_log_probs": torch.full((2, 3), math.nan)}, "row 0: rollout_log_probs holds nan"),
         ({"rollout_log_probs": torch.ones(2, 3)}, r"rollout_log_probs holds 1\.0: .*at most 0"),
         ({"response_mask": torch.tensor([[1, 1, 1], [0, 0, 0]])}, "no token in row 1"),
-        ({"prompts": torch.tensor([[5], [6]])}, "other prompts than it received"),
+        ({"prompts": torch.tensor([[5], [6]])}, "changed the prompts that it received"),
         (
             {"response_mask": torch.zeros(2, 3, dtype=torch.int64), "attention_mask": torch.ones(2, 3)},
             "response_mask is 0 throughout",

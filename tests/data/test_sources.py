@@ -54,7 +54,7 @@ FIRST = lines(ROWS[:1])
     [
         ("a.jsonl", FIRST + '{"question": "cut o', r"a\.jsonl, line 2 is not JSON .*cut o"),
         ("a.jsonl", FIRST.encode() + b'{"question": "\xff"}\n', "line 2 is not JSON"),
-        ("a.jsonl", FIRST + "[1, 2]\n", r"line 2 is \[1, 2\]: give one JSON object a line"),
+        ("a.jsonl", FIRST + "[1, 2]\n", r"line 2 is \[1, 2\]: give one JSON object per line"),
         ("a.json", json.dumps([ROWS[0], "x"]), "entry 1 is 'x': give a list of objects"),
         ("a.jsonl", "", r"a\.jsonl' has no rows"),
         ("a.jsonl", "\n \n", r"a\.jsonl' has no rows"),
@@ -126,10 +126,10 @@ def test_a_saved_dataset_is_opened_by_datasets(tmp_path: Path, datasets: Recorde
         load_rows(both, split="dev")
 
 
-def test_a_name_that_is_no_file_is_loaded_from_the_hub(datasets: Recorder):
+def test_a_name_that_is_not_a_file_is_loaded_from_the_hub(datasets: Recorder):
     assert load_rows("openai/gsm8k", split="test", name="main", limit=2) == ROWS[:2]
     assert datasets.calls == [("openai/gsm8k", "main", "test")]
-    with pytest.raises(DataError, match=r"no file here, and as a dataset on the hub it could not be loaded .*offline"):
+    with pytest.raises(DataError, match=r"not a local file, and could not be loaded as a dataset on the hub .*offline"):
         load_rows("nobody/nothing")
 
 

@@ -100,7 +100,7 @@ def test_on_a_good_machine_every_check_is_ok_and_nothing_is_left(elsewhere):
 @pytest.mark.parametrize(
     ("total", "free", "code", "summary"),
     [
-        (64, 64, 0, "Nothing stands in the way of a run."),
+        (64, 64, 0, "No problem found."),
         (64, 0, 0, "1 warning: a run may work."),
         (1, 0, 1, "1 problem, 0 warnings: a run would fail."),
     ],
@@ -172,13 +172,13 @@ def test_every_refused_setting_is_reported_once(elsewhere, arguments, keys):
     assert sorted(find_keys(*arguments)) == keys
 
 
-def test_a_file_that_is_no_yaml_is_reported_alone(elsewhere):
+def test_a_file_that_is_not_yaml_is_reported_alone(elsewhere):
     (elsewhere / "mine.yaml").write_text("seed: [\n")
     assert find_keys("--config-path", elsewhere, "--config-name", "mine", "eval.prompts=-1") == ["config"]
 
 
 def test_a_cluster_that_is_gone_is_named(elsewhere, dead):
-    setting, text = f"ray.address={dead}", f"ray.address = '{dead}': nobody takes a connection there"
+    setting, text = f"ray.address={dead}", f"ray.address = '{dead}': nothing accepts connections there"
     assert text in dry_run(setting)
     done = freewheel("train", setting)
     assert done.exit_code == 2 and text in done.stderr and not list(elsewhere.iterdir())
@@ -326,9 +326,9 @@ def test_ports_that_are_taken_are_reported(dead):
         assert examine(settings[0], "observe.dashboard=false")[1] == 0
         assert "port" in examine(settings[0], "optimizer.lr=-1")[0], "also where a setting is refused"
     assert code == 1 and by_name["port"]["remedy"] == "observe.dashboard_port=0", "the last of the two"
-    text = f"port: observe.dashboard_port = {port}: it cannot be listened on (Address already in use)"
+    text = f"port: observe.dashboard_port = {port}: the run cannot listen on it (Address already in use)"
     assert f"{text}: the run would have no page → observe.dashboard_port=0" in against
-    assert f"port: observe.prometheus_port = {port}: it cannot be listened on" in against
+    assert f"port: observe.prometheus_port = {port}: the run cannot listen on it" in against
     by_name, code = examine(*settings)
     assert code == 0 and by_name["port"]["remedy"] == "observe.dashboard_port=0", "free, and given twice"
 

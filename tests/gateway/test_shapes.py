@@ -39,7 +39,7 @@ def refused(act: Any, *given: Any) -> Problem:
     ],
     ids=["odd spacing", "lone surrogate", "stream", "no stream", "null stream"],
 )
-def test_a_chat_body_goes_on_byte_by_byte_unless_utf8_cannot_hold_it(given: Any, sent: Any, streams: bool):
+def test_a_chat_body_is_forwarded_unchanged_unless_utf8_cannot_hold_it(given: Any, sent: Any, streams: bool):
     body, found = read_chat(encode(given))
     assert found is streams
     assert body == encode(given) if sent is None else json.loads(body) == sent

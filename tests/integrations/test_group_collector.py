@@ -122,9 +122,9 @@ def test_each_row_is_answered_exactly_once_and_in_time(steps: list[tuple[object,
     done_at: dict[int, float] = {}
 
     def take(closed: Closed[int]) -> None:
-        beside = closed.rows[: -closed.unanswered]
-        assert all(clock.now - done_at[row] < LATE_S for row in beside), "measured by a group of long ago"
-        assert closed.late or not beside
+        earlier = closed.rows[: -closed.unanswered]
+        assert all(clock.now - done_at[row] < LATE_S for row in earlier), "measured by a group of long ago"
+        assert closed.late or not earlier
         done.extend(answered(closed))
         done_at.update(dict.fromkeys(answered(closed), clock.now))
         assert len(closed.rows) >= closed.unanswered >= 1
@@ -162,7 +162,7 @@ def test_each_row_is_answered_exactly_once_and_in_time(steps: list[tuple[object,
     extra=st.integers(0, 8),
     pauses=st.lists(st.floats(0, 0.9 * SETTLE_S), min_size=8, max_size=8),
 )
-def test_a_second_validation_is_a_group_of_its_own_even_if_copies_filled_up_the_first(
+def test_a_second_validation_is_a_separate_group_even_if_copies_filled_up_the_first(
     gap_s: float, size: int, extra: int, pauses: list[float]
 ) -> None:
     collector, clock = make_collector()

@@ -68,7 +68,7 @@ async def test_samples_and_different_bodies_are_not_shared_unless_that_is_reques
         assert running.counts().received == 8
 
 
-async def test_a_fresh_answer_is_shared_with_nobody_and_kept_for_the_next(scripted: Any, replying: Any) -> None:
+async def test_a_fresh_answer_is_not_shared_and_is_kept_for_the_next_request(scripted: Any, replying: Any) -> None:
     server = scripted(lambda number, headers, sent: (200, {}, replying(str(number))))
     async with judge_at(server.url) as judge:
         await ask(judge, body())

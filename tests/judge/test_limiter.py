@@ -228,7 +228,7 @@ def test_a_batch_takes_little_longer_than_at_the_best_fixed_concurrency(
         assert fmean(outcome.refused for outcome in outcomes) <= refused_share * 1024
 
 
-def test_a_judge_that_is_down_is_probed_and_not_stormed() -> None:
+def test_a_judge_that_is_down_is_probed_and_not_flooded() -> None:
     works = lognormal_works(1024, seed=0)
     assert run_batch(PROFILES["O"], Limiter(), works, seed=0).faults < 120  # some 80 were in flight when it began
 

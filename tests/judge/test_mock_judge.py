@@ -124,7 +124,7 @@ async def test_an_outage_aborts_open_and_new_connections(client: aiohttp.ClientS
 
 
 @pytest.mark.parametrize("body", [b"", b"not json", b'{"messages": 3}', b"\xff\xfe", b'{"messages": ' + b"[" * 5000])
-async def test_a_body_that_is_no_chat_request_gets_400(client: aiohttp.ClientSession, body: bytes) -> None:
+async def test_a_body_that_is_not_a_chat_request_gets_400(client: aiohttp.ClientSession, body: bytes) -> None:
     with MockJudge().in_thread() as judge:
         async with client.post(judge.url, data=body) as reply:
             assert reply.status == 400

@@ -201,7 +201,7 @@ def test_a_refusal_or_an_error_with_status_200_is_recognized(
     [b"", b"<html>", b"[]", b"{}", b"\xff", b'{"choices": []}', b'{"error": "x"}', b'{"choices": 3}',
      NESTED, b'{"choices": ' + NESTED],
 )  # fmt: skip
-def test_a_body_that_is_no_completion_is_billed_garbage(content: bytes) -> None:
+def test_a_body_that_is_not_a_completion_is_garbage_and_is_billed(content: bytes) -> None:
     odd_message = b'{"choices": [{"message": {"content": 7}}]}'  # a client of the gateway may get it
     for found in (read_completion(content), read_chat(content), read_completion(odd_message)):
         assert isinstance(found, CallFailure) and found.kind is FailureKind.GARBAGE and found.billed

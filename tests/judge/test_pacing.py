@@ -210,7 +210,7 @@ steps = st.one_of(
     st.none() | st.floats(0.01, 1e9),
     st.lists(st.tuples(steps, st.floats(0.0, 100.0)), max_size=50),
 )
-def test_a_request_never_waits_for_ever(requests: float | None, tokens: float | None, script: list) -> None:  # type: ignore[type-arg]
+def test_a_request_never_waits_forever(requests: float | None, tokens: float | None, script: list) -> None:  # type: ignore[type-arg]
     pacer = Pacer(requests_per_minute=requests, tokens_per_minute=tokens)
     now = 0.0
     for (what, value), after_s in script:

@@ -58,7 +58,7 @@ def echo(replying: Any) -> Callable[[int, dict[str, str], bytes], tuple[int, dic
 
 
 @pytest.mark.parametrize("header", ["Authorization", "api-key"])
-def test_the_key_is_nowhere_but_in_memory(
+def test_the_key_is_only_in_memory(
     scripted: Any,
     replying: Any,
     make_judge: Make,

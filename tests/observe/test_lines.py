@@ -168,7 +168,7 @@ def test_a_link_in_its_place_is_not_followed(make, tmp_path):
     assert (target.read_text(), lines.lost) == ("untouched", 1)
 
 
-def test_a_hanging_disk_delays_nobody_who_adds(make, monkeypatch):
+def test_a_hanging_disk_does_not_delay_adding(make, monkeypatch):
     monkeypatch.setattr(lines_module, "MOST_WAITING", 10)
     lines = make()
     with lines._lock:  # the writing thread does not come back

@@ -375,7 +375,7 @@ class Gate(Keeping):
         super().write(*row)
 
 
-def test_a_hanging_sink_delays_nobody_and_loses_only_what_does_not_fit(monkeypatch):
+def test_a_hanging_sink_delays_nothing_and_loses_only_rows_that_do_not_fit(monkeypatch):
     monkeypatch.setattr(recorder_module, "WAITING_ROWS", 5)
     gate = Gate()
     sink = Background("slow", lambda: gate, close_wait_s=30)

@@ -7,13 +7,13 @@ from typing import Any
 from hypothesis import strategies as st
 
 from freewheel.plan.scene import (
-    Beside,
     Generation,
     HandOver,
     Lognormal,
     Measured,
     Scene,
     Scores,
+    Slowdown,
     Training,
     WeightTransfer,
 )
@@ -103,6 +103,6 @@ scenes = st.builds(
     hand_over=st.builds(
         HandOver, message_s=st.floats(0, 0.05), linger_s=st.floats(0, 0.1), interval_s=st.sampled_from([0.0, 0.1])
     ),
-    beside=st.builds(Beside, generation=st.floats(1, 2), training=st.floats(1, 2)),
+    slowdown=st.builds(Slowdown, generation=st.floats(1, 2), training=st.floats(1, 2)),
 )
 """Small scenes of any kind."""

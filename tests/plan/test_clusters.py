@@ -112,7 +112,7 @@ def test_only_rows_since_the_last_restart_count(tmp_path):
     found = read_run(made_run(tmp_path, before=before))
     assert found == read_run(made_run(tmp_path))
     write(tmp_path / "metrics.jsonl", [*before, step_row(6, 1.0), step_row(7, 2.0)])
-    with pytest.raises(ConfigError, match="2 steps are recorded there since it last began"):
+    with pytest.raises(ConfigError, match="2 steps are recorded there since its last start"):
         read_run(tmp_path)
 
 

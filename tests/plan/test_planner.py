@@ -59,7 +59,7 @@ def test_the_best_split_is_between_those_that_starve_and_those_that_are_held_bac
         assert 0.6 * one.guess <= row.outcome.groups_per_s <= 1.05 * one.guess, "the closed form is near"
 
 
-def test_of_many_splits_those_near_the_closed_forms_best_are_simulated():
+def test_only_splits_near_the_closed_forms_best_are_simulated_if_there_are_many():
     made, bounded = table(), ending(unending(8192), 12)
     found = candidates_of(made, 512, unending(8192), 12)
     guesses = {one: made.scene(bounded, trainers=one[0], generators=one[1]).guess for one in splits(made, 512)}
@@ -262,7 +262,7 @@ def test_a_model_and_a_table_give_the_best_split_and_a_seed_repeats_it(monkeypat
     assert {one["basis"] for one in found["splits"]} == {"extrapolated"}
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     app(["plan", *SMALL], standalone_mode=False)
-    said = "freewheel: simulating mode fully_async, 32 groups x 8 a step, this may take a minute\n"
+    said = "freewheel: simulating mode fully_async, 32 groups x 8 per step, this may take a minute\n"
     assert capsys.readouterr().err == said, "on a terminal it reports that it simulates"
 
 
@@ -312,10 +312,10 @@ MODEL = ["--model", "7b", "--accelerators", "8"]
         ([*MODEL, "--judge-latency", "inf"], "--judge-latency"),
         ([*MODEL, "--price", "nan"], "--price"),
         (["/nowhere"], "RUN = '/nowhere': there is no such folder"),
-        (["RUN", "--n", "8"], "--n = 8: it is for a model that is planned (--model), and a run has its own: leave it"),
-        (["RUN", "--max-new-tokens", "9"], "--max-new-tokens = 9: it is for a model"),
-        (["RUN", "--model", "7b"], "--model = '7b': the run RUN is given too"),
-        (["RUN", "--scale-to", "3"], "--scale-to = 3: the 3 that are planned are doubled again and again: give 6 or"),
+        (["RUN", "--n", "8"], "--n = 8: it belongs to --model, and a run has its own value: leave it"),
+        (["RUN", "--max-new-tokens", "9"], "--max-new-tokens = 9: it belongs to --model"),
+        (["RUN", "--model", "7b"], "--model = '7b': the run RUN is also given"),
+        (["RUN", "--scale-to", "3"], "--scale-to = 3: the 3 planned ones are doubled repeatedly: give 6 or"),
         (["RUN", "--plot", "plan.png"], "--plot = 'plan.png': it is drawn as SVG: give a name that ends with .svg"),
         (["RUN", "--groups-per-step", "100000"], "100000: freewheel train would refuse it: async_training.max_queue"),
     ],

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from freewheel.data.group import Ticket
 from freewheel.plan import simulation
 from freewheel.plan.scene import (
-    Beside,
     Generation,
     Lognormal,
     Measured,
     Scores,
+    Slowdown,
     Training,
     WeightTransfer,
     stream,
@@ -268,10 +268,10 @@ def test_streaming_hides_a_slow_judge_and_a_long_tail():
 
 
 def test_on_shared_hardware_each_side_is_slower_while_the_other_works():
-    shared = simulate(scene(training=Training(base_s=1.0), beside=Beside(training=1.5)))
+    shared = simulate(scene(training=Training(base_s=1.0), slowdown=Slowdown(training=1.5)))
     # Generation takes 0.4 s of a step, during which training takes half as long again.
     assert shared.step_s == pytest.approx(1.0 + 0.4 * (1 - 1 / 1.5), rel=0.02)
-    slowed = simulate(scene(training=Training(base_s=0.1), beside=Beside(generation=2.0)))
+    slowed = simulate(scene(training=Training(base_s=0.1), slowdown=Slowdown(generation=2.0)))
     assert 0.4 < slowed.step_s <= 0.8
 
 

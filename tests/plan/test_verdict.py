@@ -96,7 +96,7 @@ FEW_GROUPS = {"train": 0.33, "wait_batch": 0.67}, {"generate": 0.95, "wait_room"
 HALF = {"train": 0.5, "wait_batch": 0.5}, {"generate": 1.0}
 STREAMED = {"train": 0.6, "wait_batch": 0.4}, {"generate": 1.0}
 PACKS = {"train": 0.5, "pack": 0.4, "wait_batch": 0.1}
-MORE_ROOM = "; async_training.staleness_threshold above 3 or more groups a step"
+MORE_ROOM = "; async_training.staleness_threshold above 3 or more groups per step"
 
 
 def judge(**measured):
@@ -121,7 +121,7 @@ def judge(**measured):
         (JUDGED, judge(), "(its rate was not measured) could"),
         (JUDGED, judge(per_s=47.4), "raising its rate limit to 90/s could lift"),
         (JUDGED, Scoring(per_s=500.0, held_back=1.0), "raising reward.concurrency or reward.workers for 951/s would"),
-        (({"wait_batch": 1.0}, {"wait_reward": 1.0}), None, "not known: no other part has been seen at work"),
+        (({"wait_batch": 1.0}, {"wait_reward": 1.0}), None, "no remedy is known, because no other part has worked yet"),
         # the judge's limit is in use while a few groups are in generation
         (
             FEW_GROUPS,
@@ -152,7 +152,7 @@ def judge(**measured):
             "is busy 97%",
         ),
         (HALF, judge(in_use=0.8), "1.2x, where the judge is the limit"),
-        (HALF, judge(in_use=0.99), "there is little to gain, as the judge is busy 99% of the time"),
+        (HALF, judge(in_use=0.99), "there is little to gain, because the judge is busy 99% of the time"),
         (HALF, judge(), "2.0x, where training is the limit"),
         # engines with too little work: more of them would have less each
         ((STARVED, {"generate": 0.8, "wait_room": 0.2}), None, MORE_ROOM),

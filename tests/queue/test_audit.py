@@ -62,10 +62,10 @@ def test_every_ordinal_has_a_state(journal: Journal):
     assert found.failures == {"engine": 2, "timeout": 1}
     assert (found.violations, found.notes, found.lost, found.repeated) == ([], [], 0, 0)
     assert not audit(journal, capacity=5).notes
-    assert "5 prompts have begun and not ended, and 4 can be alive" in audit(journal, capacity=4).notes[0]
+    assert "5 prompts were started and have not ended, but only 4 can be alive" in audit(journal, capacity=4).notes[0]
 
 
-def test_a_run_that_has_not_begun_is_clean(journal: Journal):
+def test_a_run_that_has_not_started_is_clean(journal: Journal):
     for found in (audit(journal), audit(None)):
         assert sum(found.states.values()) == 0 and not found.violations and found.recorded is None
 
@@ -180,7 +180,9 @@ def test_a_prompt_that_a_frontier_counts_and_nobody_trained_is_lost(journal: Jou
     journal.compact(step=1, frontier=Frontier(low=4, trained=2, abandoned={"prompt": 1}), keep_groups=0)
     found = audit(journal)
     assert found.lost == 1 and found.states["ended"] == 1
-    assert found.violations[1].startswith("prompt 3 has ended by the journal's base at step 1, and nobody")
+    assert found.violations[1].startswith(
+        "prompt 3 has ended according to the journal's base at step 1, but was neither"
+    )
 
 
 @pytest.mark.parametrize(("trained_count", "lost", "repeated"), [(3, 2, 0), (6, 0, 1)])
@@ -193,8 +195,14 @@ def test_a_frontier_whose_counts_do_not_add_up_is_a_violation(trained_count: int
 @pytest.mark.parametrize(
     ("mark", "violation"),
     [
-        (CheckpointMark(1, 1, Frontier(low=3, trained=3)), "prompt 2 has ended by {}, and was trained on later"),
-        (CheckpointMark(2, 2, Frontier(low=3, trained=3)), "prompt 3 was trained on up to then, and is open by {}"),
+        (
+            CheckpointMark(1, 1, Frontier(low=3, trained=3)),
+            "prompt 2 has ended according to {}, but was trained on later",
+        ),
+        (
+            CheckpointMark(2, 2, Frontier(low=3, trained=3)),
+            "prompt 3 was trained on before, but is open according to {}",
+        ),
         (CheckpointMark(1, 9, Frontier(low=2, trained=2)), "{} is of version 9, and the journal says 1"),
     ],
 )
@@ -227,7 +235,7 @@ def test_lags_that_cannot_be_checked_are_noted(journal: Journal):
     assert "the lag of 1 of 3 trained groups could be checked" in found.notes[0]
 
 
-def test_of_a_thousand_violations_of_a_kind_ten_are_listed(journal: Journal):
+def test_ten_of_a_thousand_violations_of_a_kind_are_listed(journal: Journal):
     many = range(1000)
     journal.append([*trained(1, many), *trained(2, many, sequences=range(1000, 2000))])
     found = audit(journal)

@@ -61,7 +61,7 @@ async def test_a_queue_waits_for_a_journal_that_cannot_be_written_now(
     await opened.close()
 
 
-async def test_a_queue_does_not_wait_for_another_run_for_ever(
+async def test_a_queue_does_not_wait_forever_for_another_run(
     tmp_path: Path, fail: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(building, "_BUSY_S", 0.01)

@@ -37,7 +37,7 @@ def test_a_sample_has_all_that_its_row_says() -> None:
 
 
 @pytest.mark.parametrize("question", [None, 7, ["chat"]])
-def test_a_question_that_is_no_text_is_decoded_from_the_prompt(question: Any) -> None:
+def test_a_question_that_is_not_text_is_decoded_from_the_prompt(question: Any) -> None:
     assert samples_of(batch_of(Row("a", extra={"question": question})))[0].question == "Why?"
 
 
@@ -74,7 +74,7 @@ def test_uids_of_any_kind_are_groups_and_without_uids_equal_prompts_are() -> Non
     assert first == second != third
 
 
-def test_it_is_a_snapshot_that_changes_to_the_batch_do_not_reach() -> None:
+def test_a_snapshot_does_not_change_with_the_batch() -> None:
     data = batch_of(Row("yes", extra={"question": "Q?"}), "no")
     kept = copy.deepcopy(data)
     rollouts = Rollouts(data, "data_source")

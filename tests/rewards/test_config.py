@@ -151,7 +151,7 @@ UNKNOWN = r"use_async = True: unknown key; known are .*use_async_io"
         *((given, "unknown key") for given in ({"apikey": KEY}, {"api_keys": KEY}, {"judge": {"api_kee_key": KEY}})),
     ],
 )
-def test_what_cannot_be_read_or_has_a_wrong_name_is_refused_without_showing_a_key(
+def test_unreadable_values_and_wrong_names_are_refused_without_showing_a_key(
     tmp_path: Path, given: Any, message: str
 ) -> None:
     forms = [given]
@@ -289,7 +289,7 @@ def test_the_key_is_in_no_print_and_no_pickle(given: Any) -> None:
 
 
 @pytest.mark.parametrize(("text", "cache"), [("false", False), ("0", False), ("true", True), ("", True), (None, True)])
-def test_monitor_cache_turns_the_cache_off_unless_the_config_speaks(
+def test_monitor_cache_turns_the_cache_off_unless_the_config_sets_it(
     monkeypatch: pytest.MonkeyPatch, text: str | None, cache: bool
 ) -> None:
     if text is not None:

@@ -385,7 +385,7 @@ def test_a_key_that_leaves_or_enters_the_environment_later_changes_nothing(
     assert judge.counts().received == 1
 
 
-def test_ensure_event_loop_gives_a_thread_a_loop_of_its_own_and_the_same_one_again(make_manager: MakeManager) -> None:
+def test_ensure_event_loop_gives_a_thread_its_own_loop_and_the_same_one_again(make_manager: MakeManager) -> None:
     manager = make_manager()
     found: list[Any] = []
 

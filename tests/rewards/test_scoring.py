@@ -206,6 +206,6 @@ def test_a_dicts_format_is_the_format_and_its_other_keys_are_parts() -> None:
 
 
 @pytest.mark.parametrize("found", [None, "good", [1], {"acc": 1}, {"score": None}, object(), torch.ones(2)])
-def test_a_result_that_is_no_score_is_refused_by_the_name_of_compute_score(found: Any) -> None:
+def test_a_result_that_is_not_a_score_is_refused_and_the_error_names_compute_score(found: Any) -> None:
     with pytest.raises(ConfigError, match=r"^compute_score"):
         as_scored(found)

@@ -64,7 +64,7 @@ async def test_scores_are_averaged_over_prompts_and_samples_of_all_versions():
 async def test_failures_of_the_engine_are_counted_and_raised_only_if_nothing_is_left(caplog: pytest.LogCaptureFixture):
     found = await run([1], [0], [1])
     assert (found.mean, found.failed, found.lengths.tolist()) == (1.0, 1, [[2], [0], [2]])
-    assert "1 of 3 prompts could not be generated for: it begins with 0" in caplog.text
+    assert "generation failed for 1 of 3 prompts: it begins with 0" in caplog.text
     with pytest.raises(EngineError, match="begins with 0"):
         await run([0], [0])
 
@@ -154,7 +154,7 @@ def runner_of(function: Any, executor: Any = "thread") -> FunctionRunner:
     return FunctionRunner(load_reward(function), workers=1, executor=executor, timeout_s=20.0)
 
 
-async def test_a_failed_score_is_counted_and_is_no_zero(caplog: pytest.LogCaptureFixture):
+async def test_a_failed_score_is_counted_and_is_not_a_zero(caplog: pytest.LogCaptureFixture):
     used: set[str] = set()
 
     def score(response: str, row: dict[str, Any]) -> dict[str, float]:

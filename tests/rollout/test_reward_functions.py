@@ -188,7 +188,7 @@ def test_a_result_is_a_score_or_leaves_a_response_out(found: Any, expected: Any)
         (Failed("rejected"), "judge rejected", False),
     ],
 )
-def test_a_result_that_is_no_score_is_a_failure_with_a_reason(found: Any, summary: str, infra: bool):
+def test_a_result_that_is_not_a_score_is_a_failure_with_a_reason(found: Any, summary: str, infra: bool):
     outcome = as_verdict(found)
     assert isinstance(outcome, Failed) and summary in outcome.summary and outcome.infra == infra
 

@@ -517,7 +517,7 @@ async def test_an_older_version_that_arrives_later_is_refused(scene: Build) -> N
     one = await scene()
     weights = pack({"w": torch.ones(1)})
     assert await one.rollouter.load_weights(2, weights, verify=False) is None
-    with pytest.raises(ValueError, match="version 1 comes late"):
+    with pytest.raises(ValueError, match="version 1 is late"):
         await one.rollouter.load_weights(1, weights, verify=False)
     assert await one.rollouter.load_weights(2, weights, verify=True) == weights.checksum  # tried again
     assert one.engine.loaded == [2, 2]

@@ -86,7 +86,7 @@ def test_files_of_a_killed_rollouter_are_removed(memory: Path, tmp_path: Path, m
         assert not left.exists() and not on_disk.exists()
 
 
-def test_files_that_may_be_in_use_or_are_no_version_stay(memory: Path) -> None:
+def test_files_that_may_be_in_use_or_are_not_a_version_stay(memory: Path) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     living = memory / f"freewheel-weights-{os.getppid()}-01"

@@ -333,9 +333,9 @@ def rollout_sides(
     return sides
 
 
-async def _first_error(training: asyncio.Task[Ending], beside: list[asyncio.Task[None]]) -> None:
+async def _first_error(training: asyncio.Task[Ending], others: list[asyncio.Task[None]]) -> None:
     """Wait for the trainer; raise the error of another part at once."""
-    waiting = {training, *beside}
+    waiting = {training, *others}
     while not training.done():
         done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         for task in done:

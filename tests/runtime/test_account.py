@@ -185,7 +185,7 @@ def test_a_component_that_does_not_answer_keeps_its_last_known_values(scene: Sce
     assert scene.account.statistics["rollouter"]["dropped_stale_samples"] == 6, "the trainer finds them"
 
 
-def test_a_change_of_a_judges_clock_is_no_progress(scene: Scene) -> None:
+def test_a_change_of_a_judges_clock_does_not_count_as_progress(scene: Scene) -> None:
     for lag in range(3):
         judge = {"loop_lag_s": float(lag), "scored": 0}
         scene.look(queue={"step": 1}, rollouter_0=replica(rewards={"scored": 0, "judge": judge}))

@@ -101,16 +101,16 @@ def test_a_live_address_is_left_to_ray_and_a_dead_one_is_refused_in_seconds(
     monkeypatch.setattr(cluster, "_has_head", lambda: False)
     began = time.monotonic()
     for address, environ, says in (
-        (dead, {}, f"ray.address = '{dead}': nobody takes a connection there ("),
+        (dead, {}, f"ray.address = '{dead}': nothing accepts connections there ("),
         (dead, {}, "start a cluster with ray start --head"),
-        (f"ray://{dead}", {}, "nobody takes a connection there ("),
-        ("auto", {"RAY_ADDRESS": dead}, f"ray.address = 'auto ({dead})': nobody takes a connection there ("),
-        ("no-such-host.invalid:6379", {}, "nobody takes a connection there ("),
+        (f"ray://{dead}", {}, "nothing accepts connections there ("),
+        ("auto", {"RAY_ADDRESS": dead}, f"ray.address = 'auto ({dead})': nothing accepts connections there ("),
+        ("no-such-host.invalid:6379", {}, "nothing accepts connections there ("),
         ("auto", {}, "no Ray cluster runs on this machine: start one with ray start --head"),
         *((invalid, {}, "give 'auto' or host:port") for invalid in ("host", "host:", ":6379", "host:port")),
     ):
         with pytest.raises(ConfigError, match=re.escape(says)):
             check_cluster(address, environ)
-    with pytest.raises(ConfigError, match="nobody takes a connection"), cluster.cluster(address=dead, cpus=1):
+    with pytest.raises(ConfigError, match="nothing accepts connections"), cluster.cluster(address=dead, cpus=1):
         pass
     assert time.monotonic() - began < 10.0

@@ -392,7 +392,7 @@ def test_a_finished_run_resumes_only_with_more_steps(run_dir: Path):
     assert resume(str(run_dir), ["trainer.total_steps=41"]).changed
 
 
-def test_damaged_checkpoints_are_no_obstacle_if_the_journal_has_every_step(run_dir: Path):
+def test_a_run_resumes_despite_damaged_checkpoints_if_the_journal_has_every_step(run_dir: Path):
     resume(str(run_dir), [])  # before its first checkpoint
     (run_dir / "checkpoints" / "step_000020").mkdir(parents=True)
     for dry in ([], ["--dry-run"]):
@@ -410,7 +410,7 @@ def test_a_replaced_checkpoint_counts_as_a_checkpoint(run_dir: Path):
     write_state(aside, STATE, {})
     resume(str(run_dir), [])
     aside.with_suffix("").mkdir()
-    resume(str(run_dir), [])  # beside a damaged one
+    resume(str(run_dir), [])  # next to a damaged one
     with pytest.raises(ConfigError, match="the run is at step 20 already"):
         resume(str(run_dir), ["trainer.total_steps=3"])
 

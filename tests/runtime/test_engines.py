@@ -119,7 +119,7 @@ class CountingFactory(EngineFactory):
 COUNTING = f"{__name__}:CountingFactory"
 
 
-async def test_a_run_trains_with_an_engine_of_the_users_own(tmp_path: Path) -> None:
+async def test_a_run_trains_with_the_users_own_engine(tmp_path: Path) -> None:
     CountingFactory.made.clear()
     config = small_config(trainer={"total_steps": 2}, rollout={"engine": COUNTING})
     done = await run_pipeline(config, run_dir=tmp_path / "own")

@@ -164,7 +164,7 @@ def test_a_run_that_is_resumed_during_an_inspection_is_inspected_again(run_dir: 
         return audit(journal, **settings)
 
     monkeypatch.setattr(inspecting, "audit", resumed)
-    assert "began to be written while it was read: look again" in refused(run_dir)
+    assert "was opened for writing while it was read: look again" in refused(run_dir)
 
 
 def test_an_inspection_changes_nothing_in_the_folder(run_dir: Path):
@@ -193,7 +193,7 @@ def test_a_run_without_a_journal_is_audited_by_its_checkpoints(run_dir: Path, ke
         assert "\n1 violation:\n" in freewheel(run_dir).stdout
     else:
         assert not found["violations"] and any("journal.enabled=false" in note for note in found["notes"])
-    assert "nothing is known of single groups" in refused(run_dir, "--group", 0)
+    assert "nothing is known about single groups" in refused(run_dir, "--group", 0)
     shutil.rmtree(run_dir / "checkpoints")
     with RunLock(run_dir):
         found = told(run_dir)

@@ -213,7 +213,7 @@ def test_the_plan_says_the_batch_and_the_bound_in_numbers(mode: str):
     ("sections", "says"),
     [
         ({"rollout": {"top_p": 0.9}}, "top_p"),
-        ({"rollout": {"engine": "vllm"}}, "silent meanwhile"),
+        ({"rollout": {"engine": "vllm"}}, "without output"),
         (
             {"mode": "sync", "async_training": {"staleness_threshold": 2, "selection_window": 1}},
             "mode=sync decides async_training.staleness_threshold, selection_window: your values have no effect",

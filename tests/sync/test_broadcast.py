@@ -195,7 +195,7 @@ class World:
             process.close()
 
 
-def test_every_receiver_uses_every_whole_version_and_nobody_any_other() -> None:
+def test_every_receiver_uses_every_complete_version_and_no_other() -> None:
     world = World(2)
     try:
         for version, bucket_bytes in [(1, 1 << 20), (2, 1), (5, 1300)]:

@@ -66,7 +66,7 @@ def test_estimators_are_worked_out_by_hand_and_selected_by_name(estimator, setti
 
 
 @pytest.mark.parametrize("estimator", BUILT_IN)
-def test_a_failed_response_is_in_no_baseline_and_gets_nothing(estimator) -> None:
+def test_a_failed_response_is_left_out_of_baselines_and_gets_no_advantage(estimator) -> None:
     with_failure = estimator(inputs([0, NAN, 1, 3], [1, 2, 0]))
     without = estimator(inputs([0, 1, 3], [1, 2, 0]))
     assert with_failure[0][1] == 0

@@ -35,7 +35,7 @@ class ExitCode(IntEnum):
 
 
 def say(text: str, *, colour: str | None = None) -> None:
-    """Write one line to stderr. A stderr that is closed or full does not matter."""
+    """Write one line to stderr. Ignores a closed or full stderr."""
     with contextlib.suppress(OSError, ValueError):
         typer.secho(f"freewheel: {text}", fg=colour, reset=colour is not None, err=True)
 

@@ -212,8 +212,8 @@ def _parse_fields(pairs: list[str]) -> dict[str, Any]:
 def _check_start(config: JudgeConfig) -> None:
     """Raise what would break the engine at its start, as a `ConfigError` with a remedy.
 
-    A parser of the user's own may be in the current directory. It comes last in the search, so that nothing there
-    replaces an installed module. The engine's process searches where this one does.
+    The user's own parser may be in the current directory. It comes last in the search, so that nothing there replaces
+    an installed module. The engine's process searches where this one does.
     """
     rubric = config.loaded_rubric
     if rubric.parser not in PARSERS:

@@ -43,7 +43,7 @@ _WHAT, _WORK, _SHOW = "What is planned", "The work", "Output"
 
 def _finite(value: float | None) -> float | None:
     if value is not None and not math.isfinite(value):
-        raise typer.BadParameter(f"{value} is no amount: give a finite number")
+        raise typer.BadParameter(f"{value} is not an amount: give a finite number")
     return value
 
 
@@ -121,12 +121,14 @@ def plan(
         from freewheel.plan.scene import Scores
 
         if run is not None and model is not None:
-            raise ConfigError("--model", model, f"the run {run} is given too, and has a model: leave one of them out")
+            raise ConfigError(
+                "--model", model, f"the run {run} is also given and has its own model: leave one of them out"
+            )
         if plot is not None and plot.suffix.lower() != ".svg":
             raise ConfigError("--plot", str(plot), "it is drawn as SVG: give a name that ends with .svg")
         if run is not None:
             for name, value in of_a_model.items():
-                remedy = "it is for a model that is planned (--model), and a run has its own: leave it out"
+                remedy = "it belongs to --model, and a run has its own value: leave it out"
                 raise ConfigError(f"--{name.replace('_', '-')}", value, remedy)
             planned = of_run(run, **others, accelerators=accelerators, groups_per_step=groups_per_step, scores=scores)
         elif model is None:
@@ -141,7 +143,7 @@ def plan(
             work = Workload(groups_per_step=groups, scores=scores or Scores(), **of_a_model)
             planned = of_model(model, accelerator, accelerators, work, **others)
         if scale_to and scale_to < 2 * planned.accelerators:
-            remedy = f"the {planned.accelerators:,} that are planned are doubled again and again: give "
+            remedy = f"the {planned.accelerators:,} planned ones are doubled repeatedly: give "
             raise ConfigError("--scale-to", scale_to, f"{remedy}{2 * planned.accelerators:,} or more, or 0 for none")
         if sys.stderr.isatty():
             say(f"simulating {_title(planned).splitlines()[-1]}, this may take a minute")
@@ -155,7 +157,7 @@ def plan(
 
 def _title(planned: Planned) -> str:
     config = planned.config
-    return f"{planned.about}\nmode {config.mode}, {planned.groups_per_step:,} groups x {config.rollout.n} a step"
+    return f"{planned.about}\nmode {config.mode}, {planned.groups_per_step:,} groups x {config.rollout.n} per step"
 
 
 def _show(
@@ -176,7 +178,7 @@ def _show(
         return
     parts = [_title(planned), "", report.table(rows, price=price), "", report.summary(rows)]
     if scaled:
-        parts += ["", "With as many groups a step for each accelerator:", "", report.scaling_table(scaled)]
+        parts += ["", "With groups per step in proportion to the accelerators:", "", report.scaling_table(scaled)]
     print_text("\n".join([*parts, "", report.explain([*rows, *scaled])]))
 
 

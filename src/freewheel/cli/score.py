@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 EPILOG = """
 Exit codes: 0 every row was scored or skipped; 1 some rows failed or were malformed; 2 a flag, a file or a setting
 cannot work; 3 stopped early (key, quota, budget, an outage, a full disk) and can be continued; 130 and 143 stopped by
-Ctrl-C or SIGTERM, and can be continued; 141 the reader of stdout has gone.
+Ctrl-C or SIGTERM, and can be continued; 141 the reader of stdout is gone.
 
-A run that ended early continues with the same command. What was answered is cached, and is not paid for again.
+A run that ended early continues with the same command. Answered rows are cached and are not paid for again.
 """
 
 MALFORMED_SHOWN = 20
@@ -67,7 +67,7 @@ def fields_from_flags(**given: str) -> Fields:
 
 
 @takes(
-    argument("source", str, "IN.jsonl", "The rows, one JSON object a line; - is stdin."),
+    argument("source", str, "IN.jsonl", "The rows, one JSON object per line; - is stdin."),
     argument("target", str, "OUT.jsonl", "Where the rows go, each with its verdict; - is stdout."),
     flag("placement", str, "Where the engine runs: process or thread.", panel=JUDGE_PANEL),
     flag("overwrite", bool, "Start over instead of continuing OUT.jsonl.", panel=_RUN),
@@ -87,16 +87,16 @@ def score(
     judge: JudgeConfig,
     **job_options: Any,
 ) -> None:
-    """Score a file of responses with an LLM judge, and continue where a killed run was.
+    """Score a file of responses with an LLM judge, and continue where a killed run stopped.
 
-    Each row needs a "response"; "prompt", "reference" and "skip" are read where they are there, and every other field
-    is passed through. The output has the rows in the order of the input, each with a "verdict".
+    Each row needs a "response"; "prompt", "reference" and "skip" are optional, and every other field is passed through.
+    The output has the rows in the order of the input, each with a "verdict".
     """
     from freewheel.judge.scoring import ScoringJob
 
     with plain_errors(), contextlib.ExitStack() as stack:
         if as_json and target == "-":
-            raise ConfigError("--json", True, "stdout takes the rows already; write them to a file")
+            raise ConfigError("--json", True, "stdout already gets the rows: write the rows to a file")
         settings = judge if placement is None else msgspec.structs.replace(judge, placement=placement)
         reporter = stack.enter_context(make_reporter(quiet=quiet, rows_on_stdout=target == "-"))
         stack.enter_context(log_to(reporter.say))
@@ -180,20 +180,20 @@ def explain_stop(stopped: Stopped, *, target: str, retry_failed: bool, api_key_e
     remedies = {
         "interrupted": "stopped",
         "output": f"stopped: {target} cannot be written: {stopped.detail}; make room",
-        "auth": f"stopped: the judge refuses us: {stopped.detail}; correct {key}, or name another variable",
-        "not_found": f"stopped: the judge knows no such model or path: {stopped.detail}; correct --model or --endpoint",
+        "auth": f"stopped: the judge refuses the key: {stopped.detail}; correct {key}, or name another variable",
+        "not_found": f"stopped: the judge has no such model or path: {stopped.detail}; correct --model or --endpoint",
         "quota": f"stopped: the account has no credit left: {stopped.detail}",
         "budget": f"stopped: {stopped.detail}; --max-cost counts one run, and each further run may spend it again",
         "engine": f"stopped: the judge's engine broke: {stopped.detail}",
     }
     outage = f"stopped: the judge does not answer ({stopped.reason}): {stopped.detail}"
     if stopped.reason in ("unparseable", "rejected"):
-        outage = f"stopped, as nothing can be scored this way ({stopped.reason}): {stopped.detail}"
+        outage = f"stopped, because nothing can be scored this way ({stopped.reason}): {stopped.detail}"
     text = remedies.get(stopped.reason, outage)
     if is_stream(target):
         return f"{text}. The first line without a row is {stopped.next_line}"
     if retry_failed:
-        return f"{text}. {target} is as it was; {TO_CONTINUE}"
+        return f"{text}. {target} is unchanged; {TO_CONTINUE}"
     return f"{text}. The next line is {stopped.next_line}; {TO_CONTINUE}"
 
 
@@ -214,7 +214,7 @@ RATE_WINDOW_S = 10.0
 
 
 class Reporter:
-    """Reports a job on stderr: by a bar on a terminal, by a line now and then in a log, or not at all."""
+    """Reports a job on stderr: by a bar on a terminal, by an occasional line in a log, or not at all."""
 
     def __init__(self, *, quiet: bool, bar: RichProgress | None = None) -> None:
         self.malformed = 0
@@ -315,7 +315,7 @@ def clear(older_than: str | None, yes: bool, cache_dir: str | None, as_json: boo
         if path.exists():
             if not yes:
                 if not sys.stdin.isatty():
-                    raise ConfigError("--yes", False, "nobody can be asked here; add --yes to remove replies")
+                    raise ConfigError("--yes", False, "there is no terminal to ask on; add --yes to remove replies")
                 which = f"replies older than {older_than}" if older_than else f"all {store.stats().entries:,} replies"
                 typer.confirm(f"Remove {which} from {path}?", abort=True, err=True)
             removed = store.clear(older_than_s=age_s)
@@ -333,7 +333,7 @@ def export(target: str, overwrite: bool, cache_dir: str | None, as_json: bool) -
     """Write every reply, however old, as a JSON line: key, text, tokens, times."""
     with plain_errors(), _store(cache_dir) as (store, path):
         if as_json and target == "-":
-            raise ConfigError("--json", True, "stdout takes the replies already; write them to a file")
+            raise ConfigError("--json", True, "stdout already gets the replies: write the replies to a file")
         numbers = itertools.count()
         lines = (_as_line(entry) for entry, _ in zip(store.export() if path.exists() else (), numbers, strict=False))
         if target == "-":

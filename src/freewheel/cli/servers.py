@@ -74,7 +74,7 @@ def serve(
         text = f"the gateway listens; use base_url {root}/v1 and model {judge.model}"
         print_text(msgspec.json.encode(ready).decode() if as_json else text)
 
-    # A server's log is read long after, so its lines have times.
+    # A server's log is read much later, so its lines have times.
     pattern = "%(asctime)s %(levelname)s %(message)s"
     log = log_to(partial(typer.echo, err=True), level=logging.INFO, pattern=pattern)
     with plain_errors(), log:
@@ -88,7 +88,8 @@ def serve(
 
 
 def _refuse_itself(settings: JudgeConfig, port: int) -> None:
-    """Refuse the gateway's own address as the judge's, as an environment may give it: it would ask itself forever."""
+    """Refuse the gateway's own address as the judge's: the gateway would ask itself forever. An environment variable
+    may hold that address."""
     from freewheel.utils.http import is_loopback
 
     for endpoint in settings.endpoints:
@@ -115,8 +116,8 @@ def _share(fault: str, text: str) -> Any:
     flag("knee", float, "Requests in service past which each one slows.", panel=_LIMITS),
     flag("reject_above", int, "429 for a request that finds this many in flight.", panel=_LIMITS),
     flag("retry_after_s", float, "Retry-After of a 429, in s.", "--retry-after", panel=_LIMITS),
-    flag("requests_per_minute", float, "429 beyond this many requests a minute.", "--rpm", panel=_LIMITS),
-    flag("tokens_per_minute", float, "429 beyond this many tokens a minute.", "--tpm", panel=_LIMITS),
+    flag("requests_per_minute", float, "429 beyond this many requests per minute.", "--rpm", panel=_LIMITS),
+    flag("tokens_per_minute", float, "429 beyond this many tokens per minute.", "--tpm", panel=_LIMITS),
     flag("max_prompt_chars", int, "400 for a longer prompt.", panel=_LIMITS),
     _share("error", "that end with --error-status."),
     flag("error_status", int, "Status of those."),

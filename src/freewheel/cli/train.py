@@ -34,11 +34,11 @@ Exit codes: 0 the run finished; 1 it failed; 2 a flag, a file or a setting canno
 and saved; `resume=RUN` continues it.
 """
 DOCTOR_EPILOG = """
-Exit codes: 0 nothing stands in the way of a run; 1 something does; 2 a flag cannot work.
+Exit codes: 0 no problem found; 1 a run would fail; 2 a flag cannot work.
 """
 _SHOW = "Output"
 _COLOURS = {"ok": "green", "warning": "yellow", "problem": "bold red"}
-"""By the state of a finding."""
+"""The colour of each state of a finding."""
 
 
 @takes(
@@ -275,7 +275,7 @@ def _print_findings(findings: list[Finding], counts: Counter[str]) -> None:
         if one.remedy:
             lines.append(Text.assemble(" " * (9 + width + 2), (one.remedy, "bold cyan")))
     problems, warnings = counts["problem"], counts["warning"]
-    summary, style = "Nothing stands in the way of a run.", _COLOURS["ok"]
+    summary, style = "No problem found.", _COLOURS["ok"]
     if problems:
         summary = f"{count_of(problems, 'problem')}, {count_of(warnings, 'warning')}: a run would fail."
         style = _COLOURS["problem"]

@@ -4,7 +4,7 @@
                    ├─ say(text)    above the panel, kept
                    └─ finish(snapshot, summary)
 
-Showing a run never ends it: if the terminal closes or the reader of a pipe leaves, the view falls silent. `with view()
+Showing a run never ends it: if the terminal closes or the reader of a pipe leaves, the view stops writing. `with view()
 as shown:` restores the terminal however the run ends. `sparkline` and `curve` draw numbers as text, in plain ASCII on
 request.
 """
@@ -124,7 +124,7 @@ LINE_EVERY_S = 10.0
 LINES_A_RUN = 10
 """A line each time another tenth of the steps is done."""
 DRAW_EVERY_S = 0.1
-"""Nobody reads faster, and each drawing takes a few milliseconds from the run."""
+"""Nobody can read faster, and each drawing costs the run a few milliseconds."""
 EVENTS_SHOWN = 3
 NAME_COLUMNS = 10
 GAP_COLUMNS = 2
@@ -136,7 +136,7 @@ CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)
 
 
 class TerminalView:
-    """Shows a run. A view can be closed twice, and falls silent instead of raising."""
+    """Shows a run. A view can be closed twice. If it cannot write, it stops writing and does not raise."""
 
     def __init__(self, file: IO[str]) -> None:
         encoding: str | None = getattr(file, "encoding", None)  # a file without one, such as StringIO, has no limit

@@ -4,7 +4,7 @@
                                              encoded once ┘                    decoded once ┘
 
 A group is ragged: the tokens of all responses lie one after the other, and `lengths` says where each ends. A padded
-`DataProto` is made only for code of the user (`freewheel.data.padded`). Needs no torch.
+`DataProto` is made only for the user's code (`freewheel.data.padded`). Needs no torch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Prompt:
     """One row of the data, rendered."""
 
     tokens: Array
-    """int32."""
+    """int32: token ids."""
     row: Mapping[str, Any]
     """The fields of a sample: `data_source`, `reward_model`, `extra_info` and so on. Plain values only."""
 
@@ -57,7 +57,7 @@ class Response:
     """One generated response, before or after it was scored."""
 
     tokens: Array
-    """int32."""
+    """int32: token ids."""
     logprobs: Array
     """float32: the log-probability with which the engine sampled each token; 0 where `mask` is 0."""
     versions: Array
@@ -67,7 +67,7 @@ class Response:
     not trained on."""
     finish: Finish
     verdict: Verdict | None = None
-    """None before scoring."""
+    """The verdict; None before scoring."""
     reward: float = math.nan
     """The shaped reward that is trained on. NaN masks the response."""
     raw_reward: float = math.nan
@@ -76,7 +76,7 @@ class Response:
     def __post_init__(self) -> None:
         sizes = {len(self.tokens), len(self.logprobs), len(self.versions), len(self.mask)}
         if len(sizes) != 1 or 0 in sizes:
-            raise DataError(f"response arrays have lengths {sorted(sizes)}: give one entry a token, and at least one")
+            raise DataError(f"response arrays have lengths {sorted(sizes)}: give one entry per token, and at least one")
 
 
 @dataclass(frozen=True, kw_only=True)

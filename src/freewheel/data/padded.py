@@ -118,7 +118,7 @@ def from_data_proto(
     for key in {"rollout_log_probs", "response_mask", "versions"} & tensors.keys():
         if tensors[key].shape != tensors["responses"].shape:
             shapes = f"{list(tensors[key].shape)} for responses {list(tensors['responses'].shape)}"
-            raise DataError(f"{where} has a {key} of the shape {shapes}: give one entry a token")
+            raise DataError(f"{where} has a {key} of the shape {shapes}: give one entry per token")
     if "prompts" in tensors:
         _check_prompts(tensors["prompts"], prompt, where)
     # The response's part of an attention mask over prompt and response.
@@ -169,7 +169,7 @@ def _check_prompts(rows: Array, prompt: Prompt, where: str) -> None:
     size = len(prompt.tokens)
     if rows.shape[1] < size or (rows[:, rows.shape[1] - size :] != prompt.tokens).any():
         raise DataError(
-            f"{where} has other prompts than it received: leave them unchanged, and put additions into responses"
+            f"{where} has changed the prompts that it received: leave them unchanged, and put additions into responses"
         )
 
 

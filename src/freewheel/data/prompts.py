@@ -30,7 +30,7 @@ Message = Mapping[str, Any]
 TooLong = Literal["filter", "truncate_left", "error"]
 
 PROMPT_KEYS = ("prompt", "messages", "question")
-"""Keys that may hold the text of a prompt. The first that is present counts."""
+"""Keys that may hold the text of a prompt. The first key that is present is used."""
 PARAGRAPH = "\n\n"
 """Separates the system prompt from the question when there is no chat template."""
 
@@ -195,7 +195,7 @@ class PromptStream:
     """
 
     def __init__(self, prompts: Sequence[Any], *, seed: int, shuffle: bool = True, epochs: int | None = None) -> None:
-        """`epochs=None`: endless."""
+        """With `epochs=None` the stream is endless."""
         if not len(prompts):
             raise DataError("prompts = []: a prompt stream needs at least one prompt")
         if not isinstance(seed, int) or not 0 <= seed < 1 << SEED_BITS:

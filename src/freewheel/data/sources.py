@@ -54,7 +54,7 @@ def load_rows(path: str | Path, *, split: str | None = None, name: str | None = 
 
 
 def is_on_hub(path: str | Path) -> bool:
-    """Return whether `path` is no local file but may be the name of a dataset on the hub."""
+    """Return whether `path` is not a local file but may be the name of a dataset on the hub."""
     here = Path(path).expanduser().exists()
     return not here and not str(path).endswith(KNOWN) and HUB_ID.fullmatch(str(path)) is not None
 
@@ -93,11 +93,11 @@ def _object(line: bytes, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except ValueError as error:
-        # A file that was cut off ends in such a line. So does a file whose text has bare newlines.
+        # A file that was cut off ends in such a line, and so does a file whose text has bare newlines.
         text = format_value(line.decode(errors="replace").strip())
         raise DataError(f"{where} is not JSON ({error}): {text}: write it again, or remove it") from error
     if not isinstance(row, dict):
-        raise DataError(f"{where} is {format_value(row)}: give one JSON object a line")
+        raise DataError(f"{where} is {format_value(row)}: give one JSON object per line")
     return row
 
 
@@ -150,12 +150,12 @@ def _saved_dataset(path: Path, split: str | None) -> Iterator[dict[str, Any]]:
 
 
 def _hub(path: str, split: str | None, name: str | None) -> Iterator[dict[str, Any]]:
-    module = _optional("datasets", f"{path!r}, which is no file here and was taken for a dataset on the hub,")
+    module = _optional("datasets", f"{path!r}, which is not a local file and was taken for a dataset on the hub,")
     try:
         loaded = module.load_dataset(path, name, split=split or "train")
     except (OSError, ValueError, RuntimeError) as error:
         raise DataError(
-            f"{path} is no file here, and as a dataset on the hub it could not be loaded "
+            f"{path} is not a local file, and could not be loaded as a dataset on the hub "
             f"({type(error).__name__}: {error}): check its name, split and the network, or give a file"
         ) from error
     return map(dict, loaded)

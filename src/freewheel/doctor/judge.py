@@ -25,9 +25,9 @@ from freewheel.runtime.config import has_key
 from freewheel.utils.findings import Finding, ok, problem, warning
 
 CALL_S = 20.0
-"""A judge that needs longer cannot be told from one that is down."""
+"""A judge that needs longer cannot be distinguished from one that is down."""
 MODELS_S = 5.0
-"""For the list of models, after an unknown model name."""
+"""Time limit for the list of models, which is requested after an unknown model name."""
 NAMED = 5
 """Existing models named in a message."""
 WHAT = "judge"

@@ -32,15 +32,15 @@ FILES_ASIDE = 512
 FILES_OF_RAY = 4096
 """Ray warns below this."""
 RAISED_TO = 65536
-"""Ray raises the limit of a run's processes to this, or as far as the user may."""
+"""Ray raises the limit of a run's processes to this, or to the user's maximum."""
 PROCESSES_OF_A_RUN = 600
 """Processes and threads of the smallest run: Ray's nine processes and the actors."""
 THREADS_OF_AN_ACTOR = 32
-"""Its process, threads of Ray and torch, and its judge."""
+"""Processes and threads of one actor: its process, threads of Ray and torch, and its judge."""
 MEMORY_OF_RAY = int(0.7 * GIB)
 """Ray's processes without a run (measured, Ray 2.60)."""
 MEMORY_OF_AN_ACTOR = int(0.4 * GIB)
-"""With torch and transformers imported, before a model."""
+"""Memory of an actor that has imported torch and transformers but has no model yet."""
 ACTORS = 4
 """Actors of the smallest run: queue, synchronizer, trainer, one rollouter."""
 SMALLER_RUN = "model.path=A_SMALLER_MODEL rollout.replicas=1"
@@ -210,7 +210,7 @@ def find_leftovers(folder: Path = SHARED_MEMORY) -> dict[str, int]:
     for path in (*folder.glob(f"{OURS}*"), *folder.glob(f"{PYTHONS}*")):
         owner = path.name.removeprefix(OURS).partition("-")[0]
         if path.name.startswith(OURS) and (not owner.isdecimal() or Path(f"/proc/{owner}").exists()):
-            continue  # its process lives, or cannot be told from the name
+            continue  # its process is alive, or the name does not tell which process it is
         with contextlib.suppress(OSError):
             status = path.lstat()
             if status.st_uid == os.getuid() and time.time() - status.st_mtime > OLD_S:
@@ -220,7 +220,7 @@ def find_leftovers(folder: Path = SHARED_MEMORY) -> dict[str, int]:
 
 
 def _find_used(folder: Path) -> set[str]:
-    """Return paths under `folder` that a process has open or mapped, as far as we may look."""
+    """Return paths under `folder` that a process has open or mapped. Other users' processes may be hidden."""
     found: set[str] = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -344,7 +344,7 @@ SMI_S = 20.0
 """A healthy driver answers in a second."""
 DEVICE = Path("/dev/nvidia0")
 IN_USE_SHARE = 0.05
-"""Share of a GPU's memory in use: less is the driver's own, more is somebody's work."""
+"""Share of a GPU's memory: a driver alone uses less, other processes use more."""
 SMALLER_STEP = "trainer.micro_batch_tokens=8192 model.gradient_checkpointing=true"
 """Settings that make a step smaller without changing the model."""
 
@@ -356,7 +356,7 @@ class GpuProcess:
     process: int
     name: str
     n_bytes: int
-    """0 if the driver does not tell."""
+    """Bytes that it uses; 0 if the driver does not report them."""
 
 
 @dataclass(frozen=True, kw_only=True)

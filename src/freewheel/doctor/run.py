@@ -59,7 +59,7 @@ def list_checks(
 
     def read() -> list[Finding]:
         nonlocal run
-        with redirect_stdout(sys.stderr):  # whatever a module of the user's prints
+        with redirect_stdout(sys.stderr):  # the user's modules may print
             run = read_run(overrides, config_path, config_name)
         return run.findings
 
@@ -126,7 +126,7 @@ def check_ports(config: TrainConfig) -> Iterator[Finding]:
 
     observe = config.observe
     page, metrics = observe.dashboard_port if observe.dashboard else 0, observe.prometheus_port or 0
-    with ExitStack() as held:  # both at once, as the run would
+    with ExitStack() as held:  # hold both ports at the same time, as the run would
         for key, port, state, so in (
             ("observe.prometheus_port", metrics, problem, ""),
             ("observe.dashboard_port", page, warning, ": the run would have no page"),
@@ -135,7 +135,7 @@ def check_ports(config: TrainConfig) -> Iterator[Finding]:
                 if port:  # otherwise any free port
                     held.enter_context(listen(HOST, port))
             except OSError as error:
-                yield state("port", f"{key} = {port}: it cannot be listened on ({error.strerror}){so}", f"{key}=0")
+                yield state("port", f"{key} = {port}: the run cannot listen on it ({error.strerror}){so}", f"{key}=0")
 
 
 def check_existing_run(config: TrainConfig) -> Iterator[Finding]:
@@ -193,7 +193,7 @@ class CheckedRun:
     """What a command line means, as far as it could be read."""
 
     config: TrainConfig | None = None
-    """Without the refused settings."""
+    """The configuration without the refused settings."""
     plan: RunPlan | None = None
     """None if a setting had to be left out: the plan would belong to another run."""
     findings: list[Finding] = field(default_factory=list)

@@ -24,7 +24,7 @@ TRAIN = "train"
 EXTRAS = (TRAIN, "math", "tensorboard", "prometheus", "wandb", "verl", "trl")
 """Extras that add something to a run. vLLM has its own check, under either of its names."""
 TORCH_S = 60.0
-"""For `import torch` on a cold disk and the start of CUDA."""
+"""Time limit for `import torch` on a cold disk and the start of CUDA."""
 BUILDS = {11: "cu118", 12: "cu128", 13: "cu130"}
 """Builds of torch in PyTorch's index, by the driver's CUDA version. Later minor releases run on earlier drivers."""
 

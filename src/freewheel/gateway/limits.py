@@ -41,7 +41,7 @@ STATUSES: Final[Mapping[str, HTTPStatus]] = {
     # The key and the model's name upstream belong to the gateway: a 401 or 404 would blame the client.
     Reason.AUTH: HTTPStatus.BAD_GATEWAY,
     Reason.NOT_FOUND: HTTPStatus.BAD_GATEWAY,
-    # Not 429, which means "later": these end when somebody pays.
+    # Not 429, which means "try later": these errors last until somebody pays.
     Reason.QUOTA: HTTPStatus.PAYMENT_REQUIRED,
     Reason.BUDGET: HTTPStatus.PAYMENT_REQUIRED,
     Reason.CANCELLED: HTTPStatus.SERVICE_UNAVAILABLE,

@@ -69,9 +69,10 @@ _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 EVICT_IDLE_S = 5.0
-"""A connection that has been idle for less may be about to be used: closing it would break a request on its way."""
+"""A connection with a shorter idle time may be about to be used: closing it would break a request on its way."""
 _LINGER_S = 5.0
-"""A refused body is read and discarded for this long; if the connection closed at once, the client would not see why.
+"""A refused body is read and discarded for this long; if the connection closed immediately, the client would not see
+the reason.
 """
 GONE = 499
 """The status that proxies log for a client that closed its connection. No client sees it."""
@@ -465,7 +466,7 @@ class Gateway:
             "status": "draining" if self._draining else "ok",
             "judge": "up" if any(one.up for one in endpoints) else "down",
         }
-        if self._door.knows(request.headers):  # the judge's address and messages are not for strangers
+        if self._door.knows(request.headers):  # only trusted clients may see the judge's address and messages
             names = ("up", "url", "model", "in_flight", "limit", "breaker", "halted")
             health["endpoints"] = [{name: getattr(one, name) for name in names} for one in endpoints]
         status = HTTPStatus.SERVICE_UNAVAILABLE if self._draining else HTTPStatus.OK

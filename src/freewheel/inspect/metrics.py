@@ -220,7 +220,7 @@ class JudgeNumbers(msgspec.Struct):
 
 
 class RewardNumbers(msgspec.Struct):
-    """As `RewardStage.stats` reports them."""
+    """Statistics of scoring, as `RewardStage.stats` reports them."""
 
     scored: int = 0
     failed: dict[str, int] = {}

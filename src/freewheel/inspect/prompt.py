@@ -29,7 +29,7 @@ TOKENIZER = "tokenizer.json"
 
 class ResponseLife(msgspec.Struct, frozen=True, kw_only=True):
     text: str | None
-    """None: no tokenizer was found."""
+    """The text of the response. None: no tokenizer was found."""
     tokens: list[int]
     finish: str
     value: float | None
@@ -81,7 +81,9 @@ def follow(run: RunFolder, ordinal: int) -> GroupLife:
     """Return one prompt's life. Raises `ConfigError` if nothing is known about it."""
     with open_journal(run) as journal:
         if journal is None:
-            raise ConfigError("--group", ordinal, f"{run.folder} has no {JOURNAL}: nothing is known of single groups")
+            raise ConfigError(
+                "--group", ordinal, f"{run.folder} has no {JOURNAL}: nothing is known about single groups"
+            )
         known = audit(journal, checkpoints=read_checkpoints(run.folder)[1])
         highest = sum(known.states.values()) - 1
         if not 0 <= ordinal <= highest:
@@ -105,11 +107,11 @@ def follow(run: RunFolder, ordinal: int) -> GroupLife:
         state = "taken" if step else "queued" if stored else "failed" if failures else "open"
     if group is None and state in ("trained", "ended"):
         notes.append(
-            "its data is dropped, since a checkpoint covers it: only step, version and time are known "
+            "its data is dropped, because a checkpoint covers it: only step, version and time are known "
             "(journal.keep_groups says how many of the last groups are kept)"
         )
     if group is None and state in ("abandoned", "failed"):
-        notes.append("its responses were not kept: the journal has those of groups that are to be trained on")
+        notes.append("its responses were not kept: the journal keeps only those of groups that will be trained on")
     text, why = _texts(run) if group is not None else (None, "")
     return GroupLife(
         run=str(run.folder),

@@ -4,7 +4,7 @@
     RUN/journal.sqlite ───────────┼─▶ audit ─▶ Report
     RUN/config.yaml, run.lock ────┘
 
-Works on a live run, on a dead one, and on one from somebody else: nothing that it names is imported, and nothing is
+Works on a live run, on a dead one, and on a run from somebody else: nothing that it names is imported, and nothing is
 unpickled. Needs neither torch nor ray.
 """
 
@@ -100,7 +100,7 @@ def find_run(name: str) -> RunFolder:
     try:
         config = load(folder / CONFIG)
     except ConfigError as error:
-        notes.append(f"lags are not checked, since the settings cannot be read: {error}")
+        notes.append(f"lags are not checked, because the settings cannot be read: {error}")
     return RunFolder(folder=folder, config=config, notes=tuple(notes))
 
 
@@ -148,7 +148,7 @@ def inspect(run: RunFolder) -> Report:
 
 def _without_journal(run: RunFolder, *, begun: bool, notes: list[str], violations: list[str]) -> None:
     """`begun`: the run is past its start, which creates the journal."""
-    known = "only what checkpoints say is known"
+    known = "this report uses the checkpoints alone"
     if run.config is None:
         notes.append(f"there is no {JOURNAL}: {known}")
     elif not run.config.journal.enabled:
@@ -156,7 +156,7 @@ def _without_journal(run: RunFolder, *, begun: bool, notes: list[str], violation
     elif begun:
         violations.append(
             f"{JOURNAL} is missing, and the run keeps one (journal.enabled=true): it was removed, or the run ended "
-            f"before its start was over; {known}"
+            f"while it was starting; {known}"
         )
     else:
         notes.append(f"there is no {JOURNAL} yet: the run is starting")
@@ -175,7 +175,9 @@ def open_journal(run: RunFolder) -> Iterator[Journal | None]:
     except JournalDamaged:
         raise
     except (JournalError, sqlite3.Error, OSError) as error:
-        raise ConfigError("RUN", str(run.folder), f"{JOURNAL} cannot be opened ({error}): may it be read?") from error
+        raise ConfigError(
+            "RUN", str(run.folder), f"{JOURNAL} cannot be opened ({error}): check its permissions"
+        ) from error
     try:
         yield journal
     except JournalBusy as error:  # another process started to write it
@@ -198,7 +200,7 @@ class LastStep:
         """Return the last step; 0 if neither journal nor checkpoints know."""
         journal_path = self._folder / JOURNAL
         seen = [_mark(self._folder / name) for name in (JOURNAL, f"{JOURNAL}-wal", CHECKPOINTS)]
-        if seen != self._seen or self.unread:  # becoming readable changes no file
+        if seen != self._seen or self.unread:  # a file that becomes readable looks unchanged
             self._seen, self.unread, committed = seen, "", 0
             try:
                 if journal_path.is_file():

@@ -26,7 +26,7 @@ MOST_KEPT = 1_000_000
 """Spans and phases in memory: about 400 MB, and about 270 MB of trace."""
 
 Span = tuple[float, float]
-"""From and to, in microseconds of the wall clock."""
+"""Start and end, in microseconds of the wall clock."""
 
 
 class Args(msgspec.Struct, gc=False):

@@ -38,7 +38,7 @@ class Closed(Generic[T]):
     whole: bool
     """All rows are there, so their median is the group's."""
     late: bool = False
-    """The rows came after rows of this key had been answered, and are not a group of their own."""
+    """The rows came after rows of this key had been answered, and do not form a new group."""
 
 
 @dataclass
@@ -103,7 +103,7 @@ class GroupCollector(Generic[T]):
         group = self._open.pop(key)
         rows, expected = tuple(group.rows), max(group.sizes)
         if expected > 1:  # one row alone says nothing about another
-            # If one more row comes, a group that only seemed whole was not: that row has no valid median.
+            # If one more row arrives, the group was not whole after all: that row has no valid median.
             self._past[key] = _Past(rows, expected, whole and sure, self._clock())
             self._past.move_to_end(key)
         return Closed(key, rows, len(rows), len(rows) if whole else expected, whole, late=group.again and not whole)

@@ -3,7 +3,7 @@
     GRPOTrainer           its event loop, in a thread ─┐
     AsyncRolloutWorker    its child's event loop      ─┴▶ await JudgeReward(prompts, completions, …) ─▶ [8.0, None, …]
                                                                │ texts ─▶ rules (a thread) ─▶ gate
-                                                               └ Judge (an engine of its own) ─▶ verdicts ─▶ combine
+                                                               └ Judge (a separate engine) ─▶ verdicts ─▶ combine
 
 A failed verdict is `None`, as TRL expects it: a row for which every function returns `None` is left out of its group's
 mean and gets no advantage. This module does not import TRL.
@@ -157,7 +157,7 @@ class JudgeReward:
         return ConfigError(
             "api_key",
             self.config.api_key,
-            "a key given as text does not travel to another process, as AsyncGRPO's worker is one: leave api_key "
+            "a key given as text is not sent to another process such as AsyncGRPO's worker: leave api_key "
             f"out, name api_endpoint, and set {self.config.key_variable} in the environment",
         )
 
@@ -360,7 +360,7 @@ class JudgeReward:
 
 
 def answer_of(completion: Any) -> str:
-    """Return what the rule reads: the text, or the last assistant message. A tool's output is no answer."""
+    """Return what the rule reads: the text, or the last assistant message. A tool's output is not an answer."""
     if isinstance(completion, str):
         return completion
     turns = [message for message in completion or () if message.get("role", "assistant") == "assistant"]

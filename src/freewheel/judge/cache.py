@@ -76,7 +76,8 @@ that is inside SQLite. Later statements try again."""
 _COMMAND_TIMEOUT_S = 30.0
 """How long one statement of the command line waits for another process's transaction."""
 _SETUP_WAIT_S = 2.0
-"""How long to wait at least for a process that is opening the file. That takes milliseconds, unless it is stopped."""
+"""How long to wait at least for a process that is opening the file. That takes milliseconds, unless that process is
+stopped."""
 RETRY_AFTER_S = 30.0
 """The pause after a failure that may pass, such as a full disk."""
 _LOCKED_PAUSE_S = (0.1, 1.0)
@@ -667,8 +668,8 @@ class Store:
     def _evict(self, db: sqlite3.Connection) -> None:
         """Remove the least recently used replies when the file is too large.
 
-        Uses small transactions, so that other processes may write between them. `close` waits a while for it. Otherwise
-        many short runs, each closed right after its last write, would let the file grow.
+        Uses small transactions, so that other processes may write between them. `close` waits for it, up to a limit.
+        Otherwise many short runs, each closed right after its last write, would let the file grow.
         """
         if _used_bytes(db) > self.max_bytes:
             while time.monotonic() < self._close_by and _used_bytes(db) > self.max_bytes * _EVICT_TO:

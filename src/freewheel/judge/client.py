@@ -57,7 +57,8 @@ _MODELS_PATH = "/models"
 """Where an endpoint lists its models, next to chat completions."""
 _USER_AGENT = "freewheel-judge"
 _LEAST_KEY_CHARS = 12
-"""A shorter key is a local server's placeholder (`EMPTY`, `x`). Removing it from replies would change scores."""
+"""A shorter key is a local server's placeholder (`EMPTY`, `x`). Removing such a key from replies would change
+scores."""
 
 Read = Callable[[bytes], Reply | CallFailure]
 """Reads a body that came with status 200."""

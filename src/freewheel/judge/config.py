@@ -24,11 +24,11 @@ KEYLESS = "EMPTY"
 
 
 class Secret:
-    """An API key and the name of its source. `reveal()` is the only way to the text.
+    """An API key and the name of its source. Only `reveal()` returns the text.
 
     The key is neither printed nor pickled. A pickle may be written to a disk, so it holds the name of the source
     instead. If the source is an environment variable, the process that unpickles it reads that variable. A key given as
-    text must be given again in that process, except `KEYLESS`, which is no secret.
+    text must be given again in that process, except `KEYLESS`, which is not secret.
     """
 
     __slots__ = ("_text", "source")
@@ -94,9 +94,9 @@ class Price(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """The price of a model, in your currency per million tokens."""
 
     input: NotNegative
-    """Per million prompt tokens."""
+    """The price per million prompt tokens."""
     output: NotNegative
-    """Per million completion tokens."""
+    """The price per million completion tokens."""
 
     def __post_init__(self) -> None:
         check_fields(self, "prices.")
@@ -149,11 +149,12 @@ class JudgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     api_key_env: Text | None = "OPENAI_API_KEY"
     """The environment variable with the key, if `api_key` is not given. None, or an unset variable: no key is sent."""
     concurrency: int | str = "auto"
-    """`auto` finds the judge's own limit, from `concurrency_start` upwards. An integer bounds it. `fixed:N` keeps N."""
+    """Requests in flight at the judge. `auto` (default) finds the limit, from `concurrency_start` upwards. An integer
+    bounds it. `fixed:N` keeps N."""
     concurrency_start: Count = START
     """Concurrency limit at the first use of a judge. It adapts from there."""
     temperature: NotNegative | None = 0.0
-    """None leaves it out of the request."""
+    """Sampling temperature. None leaves it out of the request."""
     max_tokens: Count | None = None
     """Longest reply in tokens. None leaves it out of the request. A reply that is cut off is not read as a score."""
     sampling: dict[str, Any] = {}

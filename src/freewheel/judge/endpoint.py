@@ -57,7 +57,7 @@ class AttemptPatience:
     """After this many time-outs in a row, of calls sent after the last answered one, the judge counts as slower. If 5%
     of calls hang at random, that happens once in 10^10 calls. If the judge did become slower, it happens at once."""
     MOST_DOUBLINGS = 2
-    """One request gets at most four times as long. Otherwise one that hangs repeatedly would hold up its whole
+    """One request gets at most four times as long. Otherwise a request that hangs repeatedly would delay its whole
     batch."""
     REFRESH_EVERY = 32
     """Latencies between two computations of the percentile, which costs more than everything else here."""
@@ -110,7 +110,7 @@ class Breaker:
     GROWTH = 2.0
     """Pauses of 0.25, 0.5, then 1 s each."""
     LONGEST_PAUSE_S = 1.0
-    """The most time lost after the judge is back. One request per second harms nobody."""
+    """The most time lost after the judge is back. One request per second does no harm."""
 
     def __init__(self) -> None:
         self.state = BreakerState.CLOSED
@@ -121,7 +121,7 @@ class Breaker:
         self._probe_out = False
 
     def ready_at(self, now: float) -> float:
-        """When a request may be sent: `now` or earlier means at once; infinity while a probe is out."""
+        """When a request may be sent: `now` or earlier means at once; infinity while a probe is in flight."""
         if self.state is BreakerState.CLOSED:
             return now
         if self.state is BreakerState.OPEN and now >= self._until:
@@ -161,7 +161,7 @@ class Breaker:
             self._probe_out = False
 
     def probe_next(self) -> None:
-        """Let one request find out whether the endpoint accepts requests again."""
+        """Let one request test whether the endpoint accepts requests again."""
         self.state, self._probe_out = BreakerState.PROBING, False
 
 
@@ -176,7 +176,7 @@ class Permit(NamedTuple):
     probe: bool
 
     def without(self, held_s: float) -> Permit:
-        """As if it had been sent `held_s` later: the time of a slow client is not the judge's latency."""
+        """Count the call as sent `held_s` later: the time of a slow client is not the judge's latency."""
         if not held_s:
             return self
         sent_at, level = self.ticket

@@ -142,7 +142,7 @@ class JudgeEngine:
         self._inflight: dict[bytes, InFlightRequest] = {}
         self._ready: deque[InFlightRequest] = deque()
         self._started: set[InFlightRequest] = set()
-        """Those that have been sent at least once: their deadlines run."""
+        """Requests that have been sent at least once: their deadlines run."""
         self._busy = asyncio.Event()
         """Set while a batch is open."""
         self._lag_s = 0.0
@@ -335,7 +335,7 @@ class JudgeEngine:
                 self._endpoints, now, inflight.size, inflight.avoid, inflight.avoid_until
             )
             if endpoint is None and inflight.avoid_until > now and len(self._endpoints) > 1:
-                # other requests may use the endpoint that this one avoids: let them pass
+                # other requests may use the endpoint that this one avoids, so send them first
                 self._send_after(_ELSEWHERE_S, ready.popleft())
             elif endpoint is None:
                 if self._calls_out == 0 or self._down_since is not None:
@@ -424,7 +424,7 @@ class JudgeEngine:
         self._settle(inflight, answer)
 
     def _retry_or_fail(self, inflight: InFlightRequest, permit: Permit, failure: CallFailure, now: float) -> None:
-        """One call failed: try elsewhere, wait and try again, or give up, as the failure's kind demands."""
+        """One call failed: try elsewhere, wait and try again, or give up, depending on the failure's kind."""
         kind, endpoint = failure.kind, permit.endpoint
         inflight.last, inflight.avoid = failure.detail, endpoint
         if endpoint.halted is failure:

@@ -91,7 +91,7 @@ def _as_request(index: int, given: object) -> JudgeRequest:
 
 
 def _deadline_at(deadline_s: float | None, config: JudgeConfig) -> float | None:
-    """In `time.monotonic()` seconds; None means no limit."""
+    """Return the deadline in `time.monotonic()` seconds; None means no limit."""
     if deadline_s is _FROM_CONFIG:
         deadline_s = config.batch_deadline_s
     elif deadline_s is not None:

@@ -1,9 +1,9 @@
 """How many requests may be in flight at a judge: learned from its refusals and from its throughput.
 
-The best concurrency is unknown, differs by a factor of a hundred between judges, and moves. Two signals show it: the
-judge refuses (429), or more requests in flight no longer give more replies. The limiter grows until it meets one of
-them, steps back a little, stays there, and tries again from time to time, as CUBIC does for a network path.
-The engine calls it when a request is sent and when it ends. It is pure: the caller passes the time.
+The best concurrency is unknown, differs by a factor of a hundred between judges, and changes over time. Two signals
+show it: the judge refuses (429), or more requests in flight no longer give more replies. The limiter grows until it
+meets one of them, steps back a little, stays there, and tries again from time to time, as CUBIC does for a network
+path. The engine calls it when a request is sent and when it ends. It is pure: the caller passes the time.
 
     sent ──▶ Ticket ──▶ succeeded   grows the limit; every 32 successes give the throughput at this level
                    ├──▶ throttled   the level is too high: one cut per epoch, to the accepted level
@@ -296,7 +296,7 @@ class Limiter:
                 self._target = self._bound = returns_to
 
     def released(self, ticket: Ticket, now: float) -> None:
-        """Cancelled, refused for its rate, or a 4xx. None of them says anything about concurrency."""
+        """Cancelled, refused for its rate, or a 4xx. These are not about concurrency."""
         self.in_flight -= 1
 
     def _end_refused(self, ticket: Ticket, now: float) -> None:
@@ -367,7 +367,8 @@ class Limiter:
         rate, weight = levels.get(here, (0.0, 0.0))
         # There are two estimates of throughput: counted replies, and level / latency (Little's law). At a steady level
         # they agree. While the level rises, the count lags, and the latency is too low because short replies come
-        # first; the truth lies between. If latencies hardly differ, replies come in waves and the count is useless.
+        # first; the true value lies between. If latencies hardly differ, replies come in waves and the count is
+        # useless.
         counted = (1.0 if self._bound else _COUNT_SHARE_RISING) * min(1.0, spread / _WAVES_SPREAD)
         rate_here = (count / elapsed_s) ** counted * (level / latency_s) ** (1.0 - counted)
         rate = (rate * weight + rate_here * count) / (weight + count)

@@ -118,7 +118,7 @@ _QUOTA_WORDS = re.compile(
 
 
 def classify(status: int, headers: Mapping[str, str], body: bytes, *, wall_now: float) -> CallFailure:
-    """Return the failure that a reply with a status other than 200 stands for. 429 is QUOTA, RATE or THROTTLED."""
+    """Classify a reply with a status other than 200 as a failure. 429 is QUOTA, RATE or THROTTLED."""
     text = _error_text(body)
     phrase = HTTPStatus(status).phrase if status in HTTPStatus._value2member_map_ else "?"
     detail = f"HTTP {status} {phrase}" + (f": {text}" if text else "")
@@ -288,8 +288,8 @@ def _count(tokens: float | None) -> int:
 
 
 def _garbage(content: bytes, error: Exception) -> CallFailure:
-    """Return the failure for a body that is no completion. Some gateways answer 200 with `{"error": {"code": 429, …}}`;
-    then the code is the real status."""
+    """Return the failure for a body that is not a completion. Some gateways answer 200 with `{"error": {"code": 429,
+    …}}`; then the code is the real status."""
     with contextlib.suppress(*_UNREADABLE):
         found = msgspec.json.decode(content)
         inside = found.get("error") if isinstance(found, dict) else None

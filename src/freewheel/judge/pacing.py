@@ -185,7 +185,7 @@ def _scarce_bucket(now: float, known: Bucket | None, reported: HeaderBudget) -> 
 
 
 class Pacer:
-    """Never sends faster than the configured or learned budgets allow, and never makes a request wait for ever."""
+    """Never sends faster than the configured or learned budgets allow, and never makes a request wait forever."""
 
     def __init__(self, *, requests_per_minute: float | None = None, tokens_per_minute: float | None = None) -> None:
         self._requests = _make_bucket(requests_per_minute)

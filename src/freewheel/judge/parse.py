@@ -227,9 +227,9 @@ def _is_under_answer_heading(text: str, begin: int) -> bool:
 
 
 _NUMBER_CHARS = 32
-"""Longer digit strings are no scores. The bound also protects `float` from megabytes of digits."""
+"""Longer digit strings are not scores. The bound also protects `float` from megabytes of digits."""
 _MAX_TOKENS = 4096
-"""A reply with more numbers is no verdict. The bound limits the cost of a hostile reply."""
+"""A reply with more numbers is not a verdict. The bound limits the cost of a hostile reply."""
 _LEAD_WORDS = 6
 """A label with more words before it in its sentence is prose, not a verdict line."""
 
@@ -444,7 +444,7 @@ class _ScoreFinder:
                     continue  # prose like "a score of 10 is not warranted"
             elif not strong and not (token.over_top or ends):
                 if _VERDICT_WORD.match(label[0]):
-                    yield token, label.start(), False  # "Result: 3 of 4 tests pass" may contradict, but is no score
+                    yield token, label.start(), False  # "Result: 3 of 4 tests pass" may contradict, but is not a score
                 continue  # prose like "Note: 3 steps are wrong"
             yield token, label.start(), _claims_a_score(text, label, over_top=token.over_top, ends=ends)
         for pattern in (_FIRST_PERSON, _GIVEN, _BOXED):

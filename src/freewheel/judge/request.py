@@ -125,7 +125,7 @@ class Identity(NamedTuple):
 class RequestHasher:
     """SHA-256 over everything that decides a reply: endpoint, model, rubric as sent, sampling parameters, content.
 
-    The first endpoint stands for all of them: they serve the same judge.
+    The first endpoint represents all of them: they serve the same judge.
     """
 
     def __init__(self, config: JudgeConfig) -> None:

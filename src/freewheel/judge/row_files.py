@@ -48,7 +48,7 @@ class Line(NamedTuple):
     number: int
     """Counted from 1, blank lines included."""
     text: bytes
-    """Without its newline; empty if it is too long."""
+    """The line without its newline; empty if it is too long."""
     start: int
     end: int
     """The line's bytes in the file, newline included."""
@@ -224,9 +224,9 @@ class RowCounts(msgspec.Struct, kw_only=True):
     skipped: int = 0
     malformed: int = 0
     cached: int = 0
-    """Of `scored`: answered from the cache, at no cost."""
+    """Rows among `scored` that were answered from the cache, at no cost."""
     reasons: dict[str, int] = {}
-    """`failed` by reason."""
+    """Number of `failed` rows by reason."""
     first_failure: str = ""
     """The line and the fault of the first of `failed`."""
 
@@ -296,7 +296,7 @@ class FileOutput(RowOutput):
                 entry = None
             if entry is None or entry.line <= self.last_line:
                 raise ConfigError(
-                    "output", self.name, f"its line {row.number} is no row of `freewheel score`; {REMEDY}"
+                    "output", self.name, f"its line {row.number} is not a row of `freewheel score`; {REMEDY}"
                 )
             self.tally.count(entry)
             self.last_line, self.last_key = entry.line, entry.key

@@ -50,7 +50,7 @@ _SCHEMA_NAME_CHARS = 64
 
 
 def number_text(value: float) -> str:
-    """Write `value` as a person does: 10 and not 10.0."""
+    """Write `value` as a person would: 10 and not 10.0."""
     return str(int(value)) if float(value).is_integer() else repr(value)
 
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("freewheel.judge")
 
 _WRITE_AHEAD_BYTES = 1 << 18
-"""Bytes buffered for the socket: enough to keep it busy, and few, because the tracker holds the same requests."""
+"""Bytes buffered for the socket: enough to keep it busy, but not more, because the tracker holds the same requests."""
 _RESTARTS_ALLOWED = 5
 """More deaths than this within `_RESTART_WINDOW_S` are a fault of ours or of the machine, and the judge gives up."""
 _RESTART_WINDOW_S = 60.0
@@ -79,7 +79,7 @@ class Submit(msgspec.Struct, tag=True, array_like=True):
     indexes: list[int]
     requests: list[JudgeRequest]
     deadline_at: float | None
-    """In `time.monotonic()` seconds, which all processes of a machine share."""
+    """The deadline in `time.monotonic()` seconds, which all processes of a machine share."""
 
 
 class Cancel(msgspec.Struct, tag=True, array_like=True):

@@ -19,7 +19,7 @@ files of one name, including those of earlier processes, take at most `most_byte
          ├─ shorter than before, or a new file of that name ─▶ `generation` increases, and it is read from its start
          └─ missing ─▶ nothing, until it exists again
 
-The files belong to a live run, or came from somebody else, so links, pipes and devices are not opened.
+The files may belong to a live run, or come from somebody else, so links, pipes and devices are not opened.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Lines:
             self._many.set()
 
     def flush(self) -> None:
-        """Write what was added so far, as far as possible."""
+        """Write the items that were added so far, if possible."""
         with self._lock:
             while self._waiting:
                 self._write_some()

@@ -101,7 +101,7 @@ def need(module: str, *, key: str, value: object, package: str | None = None) ->
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        remedy = f"it needs a package that is not here: pip install {package or module} ({error})"
+        remedy = f"it needs a package that is not installed: pip install {package or module} ({error})"
         raise SinkError(key, value, remedy) from error
 
 
@@ -260,7 +260,7 @@ class PrometheusSink:
             self._server, self._thread = client.start_http_server(port, addr=LOCAL, registry=registry)
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or error
-            remedy = f"{LOCAL}:{port} cannot be listened on ({reason}): give a free port, or 0 for any"
+            remedy = f"{LOCAL}:{port} cannot be used ({reason}): give a free port, or 0 for any"
             raise SinkError(key, port, remedy) from error
         self.port: int = self._server.server_port
 
@@ -343,7 +343,7 @@ class Recorder:
             self._closed = True
             if self._alerts.unseen:
                 log.warning(
-                    "No metric was ever named %s: see observe.alerts, and docs/metrics.md for the names there are",
+                    "observe.alerts: no metric had the name %s; docs/metrics.md lists the names",
                     ", ".join(self._alerts.unseen),
                 )
             self._file.close()
@@ -362,7 +362,7 @@ class Recorder:
         try:
             sink.write(kind, step, values)
             return
-        except Exception as error:  # noqa: BLE001  # other people's code; training goes on without it
+        except Exception as error:  # noqa: BLE001  # other people's code; training continues without it
             log.warning("%s is switched off: %s: %s. Training continues", _name(sink), type(error).__name__, error)
         self._sinks.remove(sink)
         _close(sink, logging.DEBUG)

@@ -25,11 +25,11 @@ class RunSnapshot:
     step: int
     total_steps: int
     reward: float | None = None
-    """Mean of the last step."""
+    """Mean reward of the last step."""
     reward_curve: list[tuple[int, float]] = field(default_factory=list)
-    """(step, reward)."""
+    """(step, mean reward) pairs."""
     eval_curve: list[tuple[int, float]] = field(default_factory=list)
-    """(step, held-out accuracy)."""
+    """(step, held-out accuracy) pairs."""
     version: int = 0
     """The trainer's version."""
     published_version: int = 0

@@ -1,4 +1,4 @@
-"""Measures what a component spends its time on.
+"""Measures how a component spends its time.
 
 The trainer (`train`, `wait_batch`, `pack`, `save`) and the rollouter (`generate`, `wait_room`, …) open a span around
 each activity. FullyAsyncMain takes snapshots, and `shares` of two snapshots is what the interval was spent on.

@@ -233,7 +233,7 @@ _NEEDED: dict[str, dict[str, type | tuple[type, ...]]] = {
     "i": {},
     "C": {"args": dict},
 }
-"""Fields that an event of a kind must have. Checked because a run directory may come from anybody."""
+"""Fields that an event of a kind must have. Checked because a run directory may come from a stranger."""
 _ALWAYS: dict[str, type | tuple[type, ...]] = {"name": str, "pid": str, "tid": str, "ts": (int, float)}
 
 

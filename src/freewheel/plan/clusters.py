@@ -78,12 +78,12 @@ class RecordedRun:
     step_s: float
     """Mean time from the end of a step to the end of the next."""
     train_s: tuple[float, ...]
-    """By step."""
+    """Seconds of training, by step."""
     step_tokens: tuple[float, ...]
     """Trained tokens, by step."""
     replicas: int
     slots: int
-    """Per replica."""
+    """Slots of each replica."""
     busy_per_token_s: float
     """Engine time per generated token."""
     decode_s: float | None = None
@@ -98,7 +98,7 @@ class RecordedRun:
     load_s: float = 0.0
     """How long an engine pauses to load a version."""
     sync_s: float = 0.0
-    """From a version's first transfer to its last confirmation."""
+    """Seconds from a version's first transfer to its last confirmation."""
     put_s: float = 0.0
     shared_gpu: bool | None = None
     """Whether training and generation shared a GPU. None: not recorded."""
@@ -119,7 +119,7 @@ def read(run_dir: Path, *, n: int, groups_per_step: int, window: tuple[int, int]
     every = steps["step"].tolist()
     if len(every) < LEAST_STEPS or not known:
         remedy = (
-            f"{len(every)} steps are recorded there since it last began: at least {LEAST_STEPS}, and one `statistics` "
+            f"{len(every)} steps are recorded there since its last start: at least {LEAST_STEPS}, and one `statistics` "
             "row with the engines' numbers, are needed"
         )
         raise ConfigError("RUN", str(run_dir), remedy)
@@ -375,7 +375,7 @@ LEAST_CACHE = 0.3
 MFU = 0.48
 """Share of peak arithmetic that a training step reaches: measured with a 1.5B model on an H200."""
 FLOPS_PER_PARAMETER = 6
-"""Per token: two for the forward pass, four for the backward pass."""
+"""Operations per parameter and token: two for the forward pass, four for the backward pass."""
 HOST_PER_SEQUENCE_S = 46e-6
 """Host time of a decoding step per sequence. 20,700 tokens/s of a 0.5B model with 256 sequences on an H200 are 12.4 ms
 per step, of which the accelerator needs 0.6 ms."""
@@ -399,14 +399,14 @@ class Accelerator:
 
     name: str
     flops: float
-    """bfloat16, dense, per second."""
+    """Dense bfloat16 operations per second."""
     memory_bytes: float
     bandwidth: float
     """Memory bandwidth in bytes per second."""
     node_link: float
-    """To others of its machine, bytes per second in one direction."""
+    """Speed of the link to other accelerators of the same machine, in bytes per second and direction."""
     network: float
-    """To other machines: 400 Gb/s each, as in reference designs, unless the source says otherwise."""
+    """Speed of the link to other machines: 400 Gb/s each, as in reference designs, unless the source says otherwise."""
     source: str
 
 
@@ -424,7 +424,7 @@ ACCELERATORS = {
         Accelerator("l40s", 362e12, 48e9, 0.864e12, 32e9, 25e9, "NVIDIA L40S data sheet; PCIe 4.0, 200 Gb/s network"),
     )
 }
-"""By the name that `--accelerator` takes."""
+"""Accelerators by the name that `--accelerator` takes."""
 
 
 @dataclass(frozen=True)

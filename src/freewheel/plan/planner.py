@@ -174,7 +174,7 @@ class Planned:
 
     def scaling(self, last: int, known: Sequence[SimulatedSplit]) -> list[SimulatedSplit]:
         """Return the best split of each number of accelerators: the requested one, whose rows are `known`, doubled up
-        to `last`, with as many groups per step for each accelerator. Empty if that is only one number."""
+        to `last`, with groups per step in proportion. Empty if that is only one number."""
         counts = [self.accelerators]
         while counts[-1] * 2 <= last:
             counts.append(counts[-1] * 2)

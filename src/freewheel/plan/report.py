@@ -19,7 +19,7 @@ BAR = 16
 """Columns of the longest bar."""
 EXPLAINED = {
     "measured": "measured: every part was measured in the run with these settings, and simulation puts them together",
-    "extrapolated": "extrapolated: speeds follow from data sheets or other settings than the run's, and assumed shares "
+    "extrapolated": "extrapolated: computed from data sheets, or from a run with other settings, and assumed shares "
     "(docs/plan.md names each)",
 }
 
@@ -68,7 +68,7 @@ def summary(rows: Sequence[SimulatedSplit]) -> str:
     return (
         f"Best: {row.trainers:,} to train and {row.generators:,} to generate "
         f"({row.replicas:,} replica{'s' * (row.replicas != 1)}): "
-        f"{_number(row.samples_per_s)} samples/s, a step each {_seconds(row.outcome.step_s)}, "
+        f"{_number(row.samples_per_s)} samples/s, one step per {_seconds(row.outcome.step_s)}, "
         f"lag {row.outcome.lag_mean:.1f} versions (at most {row.outcome.lag_max}).\n"
         f"{row.verdict[0].upper()}{row.verdict[1:]}."
     )
@@ -191,7 +191,7 @@ def draw(splits: Sequence[SimulatedSplit], scaled: Sequence[SimulatedSplit] = ()
     """Draw the splits. `scaled`: the best split of each number of accelerators; without it there is one panel."""
     winner = best(splits)
     said = f"Of {winner.accelerators:,} accelerators, {winner.trainers:,} that train and {winner.generators:,} that "
-    said += f"generate give the most: {winner.samples_per_s:,.0f} samples a second."
+    said += f"generate give the most: {winner.samples_per_s:,.0f} samples per second."
     label = f"best: {winner.trainers:,} train, {winner.generators:,} generate"
     heading = f"Samples/s by split of {winner.accelerators:,}"
     panels = [_panel(heading, "accelerators that train", label, splits, by="trainers")]

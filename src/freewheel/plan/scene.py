@@ -6,7 +6,7 @@
            ├─ training      the time of a step
            ├─ weights       the time of a sync
            ├─ hand-over     the time of a message between components
-           └─ beside        how much both sides slow each other down on shared hardware
+           └─ slowdown      how much both sides slow each other down on shared hardware
 
 `clusters` makes scenes. Draws are frozen descriptions of distributions; `stream` turns one into numbers from a seeded
 generator, so equal seeds give equal runs.
@@ -90,7 +90,7 @@ Draw = Lognormal | Measured
 
 
 def stream(draw: Draw, rng: np.random.Generator) -> Iterator[float]:
-    """Yield values for ever."""
+    """Yield values forever."""
     while True:
         yield from draw.block(rng, BLOCK).tolist()
 
@@ -200,7 +200,7 @@ class HandOver:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beside:
+class Slowdown:
     """Factors by which each side slows down while the other works: they share cores or a GPU."""
 
     generation: float = 1.0
@@ -222,7 +222,7 @@ class Scene:
     training: Training
     weights: WeightTransfer = field(default_factory=WeightTransfer)
     hand_over: HandOver = field(default_factory=HandOver)
-    beside: Beside = field(default_factory=Beside)
+    slowdown: Slowdown = field(default_factory=Slowdown)
     window: tuple[int, int] | None = None
     """Steps to measure between. None: leave out what fills and empties the pipeline."""
 
@@ -284,7 +284,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     slots_in_use: float
     """Mean share of the engines' slots in use."""
     whole_s: float
-    """From the start to the end of the last step."""
+    """Seconds from the start to the end of the last step."""
     busy_per_token_s: float
     """Engine time per token, over the whole run."""
     lives: int

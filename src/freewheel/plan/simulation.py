@@ -278,9 +278,9 @@ class Simulation:
         self._training, self._groups = True, groups
         self._work_s = self.scene.training.step_s(self._tokens_of(groups)) * next(self._varies)
         self._began_at = self._work_at = self.now
-        self._pace = self.scene.beside.training if self._engines_busy else 1.0
+        self._pace = self.scene.slowdown.training if self._engines_busy else 1.0
         self._expect_trained()
-        self._slow_engines(self.scene.beside.generation)
+        self._slow_engines(self.scene.slowdown.generation)
         self._take()
 
     def _tokens_of(self, groups: list[Group]) -> float:
@@ -354,15 +354,15 @@ class Simulation:
         """Handle an engine that starts or stops decoding; the first slows the trainer, the last releases it."""
         before = self._engines_busy
         self._engines_busy += more
-        if self.scene.beside.training == 1.0 or not self._training or bool(before) == bool(self._engines_busy):
+        if self.scene.slowdown.training == 1.0 or not self._training or bool(before) == bool(self._engines_busy):
             return
         self._work_s -= (self.now - self._work_at) / self._pace
         self._work_at = self.now
-        self._pace = self.scene.beside.training if self._engines_busy else 1.0
+        self._pace = self.scene.slowdown.training if self._engines_busy else 1.0
         self._expect_trained()
 
     def _slow_engines(self, factor: float) -> None:
-        if self.scene.beside.generation == 1.0:
+        if self.scene.slowdown.generation == 1.0:
             return
         for replica in self._replicas:
             replica.engine.advance(self.now)

@@ -1,4 +1,4 @@
-"""Audits a run: does every prompt end once, and was nothing trained that was too old? Read-only.
+"""Audits a run: did every prompt end once, and was every trained group fresh enough? Read-only.
 
     journal: stored, failures, abandoned, steps ┐
     checkpoints: frontiers ─────────────────────┴─▶ a state for every ordinal, and contradictions
@@ -193,15 +193,15 @@ class _Auditor:
         explained = sum(how <= step and is_covered(ordinal) for ordinal, how in self._ends.items())
         if self._base is not None and counted == explained:
             unknown = [one for one in chain(range(frontier.low), frontier.ended) if one not in self._ends]
-            self._name_all("lost", unknown, f"has ended by {name}, and nobody trained on it or abandoned it")
+            self._name_all("lost", unknown, f"has ended according to {name}, but was neither trained on nor abandoned")
             self._found.lost = max(self._found.lost, len(unknown))
         self._found.lost = max(self._found.lost, ended - counted)
         self._found.repeated = max(self._found.repeated, counted - ended)
         trained = [(ordinal, how) for ordinal, how in sorted(self._ends.items()) if how != ABANDONED]
         later = (ordinal for ordinal, how in trained if how > step and is_covered(ordinal))
-        self._name_all("later", later, f"has ended by {name}, and was trained on later")
+        self._name_all("later", later, f"has ended according to {name}, but was trained on later")
         uncovered = (ordinal for ordinal, how in trained if how <= step and not is_covered(ordinal))
-        self._name_all("uncovered", uncovered, f"was trained on up to then, and is open by {name}")
+        self._name_all("uncovered", uncovered, f"was trained on before, but is open according to {name}")
         known = self._versions.get(step, mark.version)
         if known != mark.version:
             self._violate("version", f"{name} is of version {mark.version}, and the journal says {known}")
@@ -243,8 +243,8 @@ class _Auditor:
         alive = states["open"] + states["queued"] + states["taken"]
         if capacity is not None and alive > capacity:
             found.notes.append(
-                f"{alive} prompts have begun and not ended, and {capacity} can be alive at once: a run that had to go "
-                "back some steps issues them again; in any other they were forgotten"
+                f"{alive} prompts were started and have not ended, but only {capacity} can be alive at once. A run "
+                "that went back some steps issues them again; any other run has lost them"
             )
         if self._max_lag is not None and found.lags_checked < states["trained"]:
             found.notes.append(

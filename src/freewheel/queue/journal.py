@@ -1,4 +1,4 @@
-"""The journal: scored groups and what became of them, in one SQLite file that outlives every process of a run.
+"""The journal: scored groups and what happened to them, in one SQLite file that outlives every process of a run.
 
     MessageQueue ── write(events) ─▶ JournalWriter ── thread: one transaction of all that waits ─▶ Journal.append
                  ◀── future: durable ───────┘                                                          │
@@ -69,7 +69,7 @@ class Stored(msgspec.Struct, frozen=True):
     ticket: Ticket
     min_version: int
     data: bytes | memoryview
-    """As `PromptGroup.encode` made it."""
+    """The group as `PromptGroup.encode` made it."""
     wall_s: float
 
 
@@ -321,7 +321,7 @@ class Journal:
                 raise JournalBusy(f"{self.path} is written by another process: end that run first") from None
             if not self.path.exists() and self._log_path.exists() and self._log_path.stat().st_size:
                 # The log would be replayed into the new file.
-                raise JournalDamaged(f"{self.path} is gone, and {self._log_path.name} is left of it")
+                raise JournalDamaged(f"{self.path} is gone, and only its log {self._log_path.name} is left")
             os.close(open_private(self.path, os.O_RDWR))
         settings = (
             f"page_size = {PAGE_BYTES}",
@@ -396,7 +396,7 @@ class Journal:
                         self._db.execute("DELETE FROM steps WHERE step = ?", (step,))
             case Committed(step, version, wall_s):
                 known = self._step(step)
-                assert known is not None, f"step {step} is committed, and nobody took it"
+                assert known is not None, f"step {step} is committed, but nobody took it"
                 if known.version is None or (version > known.version and step > self.base().step):
                     self._write_step("steps", msgspec.structs.replace(known, version=version, wall_s=wall_s))
             case AttemptFailed(ticket, _, _, detail):
@@ -440,7 +440,7 @@ class Journal:
     def reset(self, *, step: int, version: int, frontier: Frontier) -> None:
         """Start from a checkpoint that lies after the journal's end: its tail was lost, or it is empty.
 
-        Stored groups of ordinals that have not ended stay; so do the rows of committed steps.
+        Stored groups of ordinals that have not ended stay, and so do the rows of committed steps.
         """
         ended = set(frontier.ended)
         with self._transaction() as db:
@@ -625,7 +625,7 @@ class Journal:
 
     def _check_unwritten(self) -> None:
         if self._unwritten is not None and _state(self.path) != self._unwritten:
-            raise JournalBusy(f"{self.path} began to be written while it was read: look again")
+            raise JournalBusy(f"{self.path} was opened for writing while it was read: look again")
 
     def _raise(self, error: sqlite3.Error | OSError) -> NoReturn:
         trouble = diagnose(error)
@@ -670,7 +670,8 @@ def _crc(key: object, body: bytes) -> int:
 # -- the writer -------------------------------------------------------------------------------------------------------
 
 TRANSACTION_BYTES = 32 << 20
-"""Group data in one transaction. A pause leaves a lot to write; if room returns bit by bit, so does the run."""
+"""Group data in one transaction. After a pause there is a lot to write; if space is freed in small amounts, the run
+continues in small steps."""
 RETRY_S = 1.0
 """Pause between two attempts while there is no room. A person or a clean-up job makes it."""
 CLOSE_S = 30.0
@@ -679,7 +680,7 @@ CLOSE_S = 30.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Job:
-    """Events to write, or work on the journal, and the future of whoever waits for it."""
+    """Events to write, or work on the journal, and the future that its caller awaits."""
 
     future: asyncio.Future[Any]
     events: tuple[JournalEvent, ...] = ()
@@ -692,9 +693,9 @@ class _Job:
 class JournalWriter:
     """Writes a `Journal` from an event loop, which never waits for a disk. One thread owns the file.
 
-    A resolved future stands for rows that a kill of this process does not lose. The order of calls is the order on
-    disk. A transaction takes whatever arrived while the previous one was written, so many small puts cost as much as
-    one large put, and a single one does not wait for others. Without room, the thread keeps what it could not write and
+    When a future is resolved, a kill of this process no longer loses its rows. The order of calls is the order on disk.
+    A transaction takes whatever arrived while the previous one was written, so many small puts cost as much as one
+    large put, and a single one does not wait for others. Without room, the thread keeps what it could not write and
     tries again every second. After any other error nothing is written any more, because a later event must not be in
     the file without an earlier one.
     """
@@ -830,7 +831,7 @@ def _resolve_job(job: _Job, result: Any, error: Exception | None) -> None:
         except Exception as failure:
             log.exception("The queue failed after a write to the journal")
             error = failure
-    if job.future.done():  # whoever waited was cancelled
+    if job.future.done():  # the caller that waited was cancelled
         return
     if error is None:
         job.future.set_result(result)

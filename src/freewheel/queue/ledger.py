@@ -9,8 +9,8 @@ beyond that: attempts that are still live, and failures that still count (`freew
 
 A `Failure` says why an attempt failed. It is classified before it crosses a process, because the remedies differ:
 
-- infra: something other than the prompt failed (an engine, a process, a time-out). Try again elsewhere.
-- data: this prompt, or its scoring, is at fault. Another try will hardly help.
+- infra: something other than the prompt failed (an engine, a process, a time-out). Try again elsewhere. - data: this
+prompt, or its scoring, is at fault. Another try is unlikely to help.
 """
 
 from __future__ import annotations

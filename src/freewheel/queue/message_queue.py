@@ -149,7 +149,7 @@ class MessageQueue:
             await self._changed.until(lambda: bool(request.tickets) or self.finished, wait_s)
         except asyncio.CancelledError:
             request.want = 0
-            # nobody will read them, and as the replica is alive, nothing else would free their slots
+            # nobody will read them, and the replica is alive, so nothing else would free their slots
             for ticket in request.tickets:
                 self._write(self._retry(ticket, "lost"))
             self._wake()

@@ -47,11 +47,11 @@ class Restored:
     versions: Mapping[int, int] = field(default_factory=dict)
     """Recorded step → the version after it."""
     stored: Mapping[int, Stored] = field(default_factory=dict)
-    """By sequence: groups that are ready, and those of taken steps."""
+    """Groups by sequence: those that are ready, and those of taken steps."""
     taken: Mapping[int, Step] = field(default_factory=dict)
     """Steps that a live trainer has and did not commit."""
     in_flight: Mapping[int, tuple[Ticket, str]] = field(default_factory=dict)
-    """By sequence: tickets that a live rollouter works on, and its name."""
+    """Tickets by sequence that a live rollouter works on, with its name."""
     last_commit_s: float = 0.0
     """Wall-clock time; 0: no commit is recorded."""
     notes: list[str] = field(default_factory=list)

@@ -34,12 +34,12 @@ class Bounds:
     """The limits that decide about staleness."""
 
     groups_per_step: int
-    """P."""
+    """P: groups that a step trains on."""
     steps_per_version: int = 1
     threshold: int
     """T: versions that generation may run ahead of training."""
     window: int
-    """W."""
+    """W: the selection window, in groups."""
     max_alive: int
     """A second bound on groups alive (`max_queue_size`)."""
     max_lag_allowed: int
@@ -52,7 +52,7 @@ class Bounds:
 
     @property
     def groups_per_version(self) -> int:
-        """Q."""
+        """Q: groups per weight version."""
         return self.groups_per_step * self.steps_per_version
 
     @property
@@ -89,9 +89,9 @@ class PolicyState:
     trained: int = 0
     steps_in_version: int = 0
     next_sequence: int = 0
-    """Above every sequence that was ever given out."""
+    """A number above every sequence that was ever given out."""
     untaken: Mapping[int, bool] = field(default_factory=dict)
-    """Sequence → ready."""
+    """Groups that are not taken: sequence → whether it is ready."""
     taken: Collection[int] = ()
     held: Mapping[int, int] = field(default_factory=dict)
     """Version that frees the slots → trained groups."""
@@ -274,7 +274,7 @@ class StalenessPolicy:
         return self.version
 
     def publish(self, version: int) -> None:
-        """Every engine in use holds `version`: free the slots of the groups that went into it."""
+        """`ParameterSynchronizer` has published `version`: free the slots of the groups that went into it."""
         assert version <= self.version, f"version {version} is not trained yet"
         self.published = max(self.published, version)
         self._knows_published = True

@@ -83,7 +83,8 @@ class Rollouts:
         valid = self._mask != 0  # a mask may hold floats, and then its sum would be one too
         self._lengths = valid[:, split:].sum(dim=1).tolist()
         prompt_lengths = valid[:, :split].sum(dim=1).tolist()
-        # Without uids, rows with equal prompts are a group. Among uids, a row without one is a group of its own.
+        # Without uids, rows with equal prompts are a group. If other rows have a uid, a row without one is a separate
+        # group.
         groups: list[Any] = self._uids or [tuple(row) for row in self._prompts.tolist()]
         groups = [(row,) if group is None else group for row, group in enumerate(groups)]
 

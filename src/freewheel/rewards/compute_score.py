@@ -32,7 +32,7 @@ MODEL = "OPENAI_MODEL"
 _START = 60
 """Concurrent judge calls at first. The limit adapts from there."""
 _IGNORED = ("reward_router_address", "reward_model_tokenizer")
-"""Arguments that verl adds when it runs a reward model of its own. They are ignored."""
+"""Arguments that verl adds when it runs its own reward model. They are ignored."""
 _REPORTED = ("original_score", "judge_status", "judge_reason", "reward_mask")
 """Next to `score`, for verl."""
 _VERL = ("data_source", "solution_str", "ground_truth", "extra_info")

@@ -71,7 +71,7 @@ class LengthPenaltyConfig:
     """Rule score, judge quality and length penalty of a reward manager. Every field is checked at construction."""
 
     enable: bool = True
-    """Length penalty on."""
+    """Whether there is a length penalty."""
     penalty_scale: float = 1.0
     """The penalty is multiplied by it."""
     max_penalty: float = 1.0
@@ -81,16 +81,16 @@ class LengthPenaltyConfig:
     outer_ratio: float = 0.5
     """From this distance on the penalty is `max_penalty`."""
     enable_openai_reward: bool | None = None
-    """Judge on. None: on if a key is given."""
+    """Whether the judge is on. None: on if a key is given."""
     api_key: Secret | None = None
-    """The judge's key; text is taken as well. None: `OPENAI_API_KEY`, but only where `api_endpoint` is given. A server
-    that needs no key takes any: `EMPTY`."""
+    """The judge's key; text is accepted. None: `OPENAI_API_KEY`, but only where `api_endpoint` is given. For a server
+    that needs no key, give `EMPTY`."""
     model_name: str = DEFAULT_MODEL
     """The judge's model name at its endpoint."""
     api_endpoint: str = DEFAULT_ENDPOINT
     """Any OpenAI-compatible chat-completions URL."""
     use_async_io: bool = False
-    """Judge while the caller works, instead of while it waits."""
+    """Judge in the background while the caller works. Off: the caller waits."""
     max_concurrent_requests: int | str = "auto"
     """`auto` finds the judge's own limit; an integer is an upper bound for that; `fixed:N` holds N."""
     reward_coefficient: float = 1.0

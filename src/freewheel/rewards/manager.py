@@ -167,7 +167,8 @@ class LengthPenaltyRewardManager:
             log.info("The judge is off (enable_openai_reward=False): rewards are rule score and length penalty only")
         else:
             log.log(
-                logging.WARNING if self.config.names_endpoint else logging.INFO,  # with an endpoint, a judge was meant
+                # With an endpoint, the user expects a judge.
+                logging.WARNING if self.config.names_endpoint else logging.INFO,
                 "No API key: rewards are rule score and length penalty only, and no request is made. Give api_key, or "
                 "api_endpoint together with the environment variable OPENAI_API_KEY",
             )
@@ -322,7 +323,7 @@ class LengthPenaltyRewardManager:
         return verdicts
 
     async def _judge_on_loop(self, requests: Sequence[JudgeRequest]) -> list[Verdict]:
-        """Judge a batch with an engine of its own. All engines count against the same `max_cost`."""
+        """Judge a batch with a separate engine. All engines count against the same `max_cost`."""
         assert self._judge_config is not None
         manager = self.async_openai_manager
         spent = self._spent + (manager.stats().cost if manager is not None else 0.0)

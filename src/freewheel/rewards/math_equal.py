@@ -3,8 +3,8 @@
     equal ─▶ in the cache? ─▶ a question to the child process (`serve`) ─▶ its reply, or its death
 
 math-verify limits its time with SIGALRM, which works only in a main thread and cannot interrupt C code, and it does not
-limit its memory: `1.5E9999999999` blocked the interpreter and took 4 GB. Models write such answers sooner or later, so
-the comparison runs in a process that the kernel ends when its time is over. The next question starts another process.
+limit its memory: `1.5E9999999999` blocked the interpreter and took 4 GB. Models do write such answers, so the
+comparison runs in a process that the kernel ends when its time is over. The next question starts another process.
 
 A comparison without a result is one of two things:
 
@@ -136,7 +136,7 @@ class _Comparer:
                 if ends[-1] == TIME_IS_OVER or (len(ends) == TRIES and CRASHES.issuperset(ends)):
                     log.debug("comparing %.200r with %.200r ended its process (exit code %s)", answer, truth, ends[-1])
                     return None
-        how = "was broken off by close()"
+        how = "was interrupted by close()"
         if self._interrupted == interrupted:
             how = f"ended its processes (exit codes {ends})"
         raise ComparisonFailed(f"comparing {answer[:200]!r} with {truth[:200]!r} {how}")

@@ -141,7 +141,7 @@ _rules: dict[str, Rule] = {
     "math_dapo": dapo_math,
     "aime": dapo_math,
 }
-"""By data source. The names are those of verl's own data preparation."""
+"""Rules by data source. The names are those of verl's own data preparation."""
 
 
 def register_rule(data_source_prefix: str, rule: Rule) -> None:

@@ -50,7 +50,7 @@ class Sample:
 
     response: str
     length: int
-    """In tokens."""
+    """Length of the response in tokens."""
     group: Hashable
     """Equal for the responses to one prompt (`uid`)."""
     data_source: str = ""

@@ -147,7 +147,7 @@ class InFlightGeneration:
 
     request: GenerationRequest
     missing: int
-    """Responses that the caller has not got."""
+    """Responses that the caller has not received."""
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     _inbox: asyncio.Queue[GenerationEvent] = field(default_factory=asyncio.Queue)
 
@@ -172,7 +172,7 @@ class GenerationTracker:
     max_new_tokens: int
     vocabulary: int
     idle_s: Callable[[], float]
-    """Returns for how long the engine has made no token although it should have."""
+    """Returns how long the engine has made no token although it should."""
     _requests: dict[str, InFlightGeneration] = field(default_factory=dict, init=False)
     _timer: asyncio.TimerHandle | None = field(default=None, init=False)
 
@@ -205,10 +205,11 @@ class GenerationTracker:
             stop(entry)
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """End requests that have waited too long for a token. Runs in the event loop: an engine cannot say it hangs."""
+        """End requests that have waited too long for a token. Runs in the event loop: an engine that hangs cannot
+        report it."""
         idle_s = self.idle_s()
         slots_ahead = 0
-        for entry in self:  # in the order of arrival, in which engines give out their slots
+        for entry in self:  # in the order of arrival, because engines assign slots in that order
             if slots_ahead < self.slots and idle_s > (limit_s := entry.request.timeout_s):
                 message = f"request {entry.request.id!r}: no token for {idle_s:.3g} s, timeout_s = {limit_s:g}"
                 entry.put(GenerationTimeout(message))

@@ -1,4 +1,5 @@
-"""The engines that `rollout.engine` can name, what a run needs to know about an engine before it exists, and models.
+"""The engines that `rollout.engine` can name, what a run needs to know about an engine before it starts one, and how
+models are loaded.
 
     rollout.engine ─▶ find_engine ─▶ EngineFactory ┬▶ check_options, require, check     before anything starts
                                                    ├▶ transports, estimate_memory, …    for the plan
@@ -41,7 +42,7 @@ class GpuShare:
 
     gpu_bytes: int
     share: float
-    """Of the GPU's memory, for this engine."""
+    """This engine's share of the GPU's memory."""
     engines: int
     """Engines on that GPU."""
 
@@ -86,8 +87,8 @@ class EngineSettings:
     """The number of the rollouter."""
 
     def prompt_limit(self, model_config: Any) -> int:
-        """The longest prompt the engine must take. A custom rollouter may continue a response: then a later turn is a
-        prompt too."""
+        """The longest prompt the engine must take. A custom rollouter may continue a response; the text so far is then
+        the prompt of the next turn."""
         if self.options.rollouter_class is None:
             return self.longest_prompt
         positions = getattr(model_config, "max_position_embeddings", None) or math.inf
@@ -107,7 +108,7 @@ class EngineFactory:
     """Makes engines of one kind. The defaults suit an engine that runs the model in the rollouter's process."""
 
     transports: tuple[Transport, ...] = ("object_store", "ipc")
-    """Ways of the weights that the engine supports."""
+    """Weight transports that the engine supports."""
     has_check = False
     """Whether `check` finds problems that `check_options` and `require` cannot."""
 

@@ -119,7 +119,7 @@ ScoreResponse = Callable[[Prompt, Response], Awaitable[Verdict]]
 
 
 def held_out_score(runner: FunctionRunner, decode: Callable[[Array], str]) -> ScoreResponse:
-    """Score with the reward function alone, without judge and length penalty: a measurement must not move with them.
+    """Score with the reward function alone. The judge and the length penalty would change the measurement.
 
     A call that hangs costs only its own score.
     """
@@ -175,7 +175,7 @@ async def evaluate(
         for row in range(len(prompts)):
             tasks.create_task(run(row))
     if errors:
-        log.warning("Evaluation: %d of %d prompts could not be generated for: %s", len(errors), len(prompts), errors[0])
+        log.warning("Evaluation: generation failed for %d of %d prompts: %s", len(errors), len(prompts), errors[0])
         dead = [error for error in errors if isinstance(error, EngineDied)]  # a dead engine fails most prompts
         if dead or len(errors) == len(prompts):
             raise dead[0] if dead else errors[0]

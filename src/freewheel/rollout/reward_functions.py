@@ -2,7 +2,7 @@
 
     "my_package.rewards:score" or a callable ─▶ load_reward ─▶ RewardFunction.score(calls) ─▶ [Verdict, …]
 
-The names of the parameters tell the convention. A function of each convention may be `async`:
+The names of the parameters identify the convention. A function of each convention may be `async`:
 
     one response    (response, row)                                                      freewheel's
                     (data_source, solution_str, ground_truth, extra_info)                verl's
@@ -101,7 +101,8 @@ def from_judge(verdict: Failed) -> Failed:
 
 
 def as_verdict(found: Any) -> Verdict:
-    """Read what a function returned for one response: a number, a dict with `score`, a `Verdict`, or None.
+    """Convert the result of a function for one response to a verdict: a number, a dict with `score`, a `Verdict`, or
+    None.
 
     None means that the function does not score this response, as in TRL. That is not a failure.
     """

@@ -46,7 +46,7 @@ that end in the same few decoding steps."""
 MIN_SCORED = 2
 """Rewards that a group needs for a baseline. A group of one response needs one."""
 RETRY_DELAY_S = 0.5
-"""Before a group is scored again, doubled each time. Whatever failed all of a group needs a moment to recover."""
+"""Before a group is scored again, doubled each time. If all of a group failed, the cause needs a moment to recover."""
 JUDGE_TOTALS = ("sent", "throttled", "faults", "in_flight", "limit", "cache_hits", "cost")
 """Statistics of all the judge's endpoints together, reported next to those of each endpoint."""
 
@@ -57,7 +57,7 @@ class ScoringFailed(Exception):
     def __init__(self, message: str, *, is_infra: bool = False) -> None:
         super().__init__(message)
         self.is_infra = is_infra
-        """Every failure was a service's or a process's (a judge that is down, say). The prompt is not to blame."""
+        """Every failure was a service's or a process's (a judge that is down, say). The prompt is not the cause."""
 
 
 class FatalRewardFailure(RewardFailed):
@@ -72,7 +72,7 @@ class _Item:
     response: Response
     call: Call
     sample: Sample | None
-    """For the judge and the length penalty."""
+    """The response as the judge and the length penalty need it."""
     added_s: float = 0.0
     rule: Verdict | None = None
     """The function's verdict."""
@@ -372,7 +372,7 @@ class _Judging:
         except (JudgeDied, JudgeClosed) as error:
             # The judge's process kept dying. Another judge may work better for later responses.
             log.error("The judge broke down, and another one is started: %s", error)
-            self._judge.close(timeout_s=0.0)  # its process is gone already
+            self._judge.close(timeout_s=0.0)  # its process has ended already
             self._judge = Judge(self._judge.config)
             return self._judge.submit([request], deadline_s=self._deadline_s)
 

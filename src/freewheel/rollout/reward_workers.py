@@ -207,7 +207,7 @@ class _Thread:
     def wait(self, timeout_s: float) -> None:
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            log.warning("A reward function did not return within %g s of the end; its thread is left", CLOSE_S)
+            log.warning("A reward function did not return within %g s of the end; its thread keeps running", CLOSE_S)
 
 
 def _finish(answer: asyncio.Future[Verdicts], verdicts: Verdicts) -> None:
@@ -293,7 +293,7 @@ class _Child:
 
 
 def _serve(stream: io.BufferedRWPair) -> None:
-    """Run in the child: receive the function, then calls, until the parent hangs up."""
+    """Run in the child: receive the function, then calls, until the parent closes the pipe."""
 
     def answer(found: str | Verdicts) -> None:
         data = pickle.dumps(found)
@@ -313,7 +313,7 @@ def _main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # they go to the whole process group; the parent handles them
     file, parent_pid = map(int, sys.argv[1:])
-    end_with(parent_pid)  # a parent that was killed hangs up, but a busy child does not see that
+    end_with(parent_pid)  # the pipe of a killed parent closes, but a busy child does not notice
     with contextlib.suppress(EOFError, OSError), socket.socket(fileno=file).makefile("rwb") as stream:
         _serve(stream)
 

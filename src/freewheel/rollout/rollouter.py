@@ -189,7 +189,7 @@ class Rollouter:
     # -- one group ----------------------------------------------------------------------------------------------------
 
     async def _process(self, ticket: Ticket) -> None:
-        """Bring a ticket to its one end: put, abandoned or failed."""
+        """Process a ticket until its group is put, abandoned or failed, exactly once."""
         try:
             group = await self._make_group(ticket)
             encoded = EncodedGroup.of(group)  # a row that cannot be encoded is the prompt's failure
@@ -314,7 +314,7 @@ class Rollouter:
         self.param_sync_requests += 1
         async with self._updating:
             if version < self.engine.version:  # a sync that was given up arrives after a later one
-                raise ValueError(f"version {version} comes late: the engine holds {self.engine.version}")
+                raise ValueError(f"version {version} is late: the engine holds {self.engine.version}")
             with self.spans("load_weights", version=version):
                 return await self.engine.update_weights(version, weights, verify=verify)
 
@@ -409,7 +409,7 @@ class Outbox:
         self._put = put
         self._idle = idle
         self._groups: dict[int, tuple[EncodedGroup, float]] = {}
-        """By sequence: the group, and when it was added."""
+        """Groups by sequence, with the time at which each was added."""
         self._has_groups = asyncio.Event()
 
     def __len__(self) -> int:
@@ -440,7 +440,7 @@ class Outbox:
 
 
 def sample_of(group: PromptGroup, *, replica: str, decode: Callable[[Array], str], wall_s: float) -> dict[str, Any]:
-    """Return a group as text for `freewheel.observe.samples`. docs/traces.md describes the format."""
+    """Return a group as text for `freewheel.observe.samples`. docs/dashboard.md describes the format."""
     responses = []
     for response in map(group.response, range(len(group))):
         verdict = response.verdict

@@ -1,1 +1,1 @@
-"""."""
+"""Runs a training run: configuration, plan, placement, Ray actors, supervision and recovery."""

@@ -1,4 +1,4 @@
-"""`RunAccount`: what is known of a run, from its components' answers: rows, statistics, snapshot, summary.
+"""`RunAccount`: what is known about a run, from its components' answers: rows, statistics, snapshot, summary.
 
     statistics of all components, rows of trainer and synchronizer ─▶ look ─┬▶ metrics.jsonl
                                                                             ├▶ the view (`RunSnapshot`)
@@ -28,7 +28,7 @@ from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.recovery import AbandonedPrompts, StallDetector
 
 _EVENTS_KEPT = 20
-"""For the view; the log has all."""
+"""Events kept for the view; the log has all."""
 _RECENT_STEPS = 20
 """Steps from which the remaining time is estimated."""
 _RATE_NEEDS_S = 2.0
@@ -47,14 +47,14 @@ _REPLICA_COUNTERS = (
 )
 """Counters that a dead replica's work stays in; the restarted one counts from 0."""
 _REWARD_STATES = ("in_flight", "waiting", "lost_threads", "mean_latency_s")
-"""Statistics of rewards that describe the moment, and end with the replica."""
+"""Statistics of rewards that describe the current moment. They are dropped with a dead replica."""
 _JUDGE_STATES = ("in_flight", "limit", "queued", "loop_lag_s", _ENDPOINTS)
-"""The same of its judge."""
+"""The same for its judge."""
 _NOT_SUMMED = {
     "version": min,
     **dict.fromkeys(("mean_latency_s", "loop_lag_s", "latency_p50_s", "latency_p90_s", "latency_p99_s"), max),
 }
-"""Statistics of which all replicas together have the least or the largest, not the sum."""
+"""Statistics that are merged over replicas as a minimum or a maximum, not as a sum."""
 
 
 Outcome = Literal["finished", "stopped", "failed"]
@@ -94,7 +94,7 @@ class RunAccount:
     ) -> None:
         self.step = 0
         self.statistics: dict[str, dict[str, Any]] = {}
-        """By component: trainer, rollouter (all replicas together), queue, sync."""
+        """The last statistics by component: trainer, rollouter (all replicas together), queue, sync."""
         self.progress = StallDetector(clock())
         self.waits: WaitTimes = {}
         """Shares of the whole run by component and span, without replayed steps."""
@@ -255,17 +255,17 @@ class RunAccount:
 
     @property
     def verdict(self) -> Verdict:
-        """What holds the run up: lately while it runs, over the whole run at its end."""
+        """What limits the run: recently while it runs, over the whole run at its end."""
         return self._halted or (self._watching.verdict_on(self.waits) if self._over else self._watching.verdict())
 
     @property
     def _halted(self) -> Verdict | None:
-        """What keeps everything from moving: a full disk, or a judge that does not answer."""
+        """What blocks the whole run: a full disk, or a judge that does not answer."""
         judge = self.statistics.get("rollouter", {}).get("rewards", {}).get("judge") or {}
         return find_stop(paused=self._last_queue.get("paused", ""), endpoints=judge.get(_ENDPOINTS) or ())
 
     def _report_halt(self) -> None:
-        """Report a halt once, and its end once."""
+        """Report a block once, and its end once."""
         halted, before = self._halted, self._stopped_by
         self._stopped_by = halted.bound if halted is not None else None
         if self._stopped_by == before:
@@ -275,7 +275,7 @@ class RunAccount:
         elif halted.bound == "paused":
             self.say(f"The run is paused and continues when there is room: {self._last_queue['paused']}")
         else:
-            self.say(f"The run is at a halt: {halted}")
+            self.say(f"The run is blocked: {halted}")
 
     def snapshot(self, now: float) -> RunSnapshot:
         queue, sync = self._last_queue, self._last_sync
@@ -375,7 +375,7 @@ def sum_replicas(replicas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for found in replicas:
         for name, value in found.items():
             known = total.get(name)
-            if name == _ENDPOINTS:  # a replica that just started knows none
+            if name == _ENDPOINTS:  # a replica that has just started has none
                 total[name] = _merge_endpoints([*(known or ()), *(value or ())])
             elif isinstance(value, Mapping) and isinstance(known, Mapping):
                 total[name] = sum_replicas([known, value])

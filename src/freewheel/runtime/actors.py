@@ -97,7 +97,7 @@ class _ComponentActor:
         return [] if self._part is None else list(self._part.drain_rows())
 
     async def close(self) -> None:
-        """The last call."""
+        """Close the component. No call follows."""
         end_recording()
 
 
@@ -161,7 +161,7 @@ class RollouterActor(_ComponentActor):
         start_recording(self._settings["config"].observe, self._run_dir, self._name, samples=True)
         self._side = RolloutSide(name=self._name, **self._settings)
         self._part = self._side.rollouter(remote_queue(self._actors))
-        gc.freeze()  # imported modules and the model are no garbage: collections need not visit them
+        gc.freeze()  # imported modules and the model are not garbage: collections need not visit them
         return {"total_prompts": self._side.prompts.total, "prompts": len(self._side.prompts)}
 
     async def run(self) -> None:
@@ -177,7 +177,7 @@ class RollouterActor(_ComponentActor):
             yield
         except EngineDied as error:
             log.error("The engine died, so this process ends: %s", error)
-            with suppress(Exception):  # leftovers would get in the way of the next engine
+            with suppress(Exception):  # leftovers would disturb the next engine
                 await self._part.close()
             end_recording()
             os._exit(_ENGINE_DIED)

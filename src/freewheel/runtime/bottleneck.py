@@ -1,4 +1,4 @@
-"""What holds a run up, in one sentence with a number: the verdict. Pure, without a clock.
+"""What limits a run, in one sentence with a number: the verdict. Pure, without a clock.
 
     capacities (groups per second, each part alone) ─┬─ streaming: the least of them
                                                      └─ in turns: one over the sum of their times
@@ -8,7 +8,7 @@
     what was scored per second  ├─ verdict ─▶ judge-bound: 62% of trainer time waits for verdicts; raising its rate
     the judge's limit           ┘             limit to 90/s would lift throughput 1.9x, where generation is the limit
 
-Each part is charged with the time that others stood still because of it. The largest charge names the bottleneck:
+Each part is charged with the time that others waited for it. The largest charge names the bottleneck:
 
     sync         the trainer's `pack`, or rollouters' `load_weights` within the trainer's `wait_batch`: the larger one
     save         the trainer's `save`, as far as it did nothing else meanwhile
@@ -40,7 +40,7 @@ from freewheel.judge.stats import is_up
 from freewheel.observe.spans import shares
 
 LEAST_SHARE = 0.01
-"""A part with a smaller busy share was hardly seen at work, so its capacity is unknown."""
+"""A part with a smaller busy share has hardly worked, so its capacity is unknown."""
 
 
 def streaming(capacities: Mapping[str, float]) -> tuple[str, float]:
@@ -74,7 +74,8 @@ def without(busy: Mapping[str, float], part: str = "") -> Lift:
 
 
 def estimate_lift(share: float, by: float, bound: Lift) -> Lift:
-    """The gain of removing the fraction `by` of something that takes `share` of everybody's time, at most `bound`."""
+    """The gain of removing the fraction `by` of something that takes `share` of the time of all parts, at most
+    `bound`."""
     factor = 1.0 / max(1.0 - share * by, LEAST_SHARE)
     return bound if factor >= bound.factor or not math.isfinite(bound.factor) else Lift(factor, "")
 
@@ -89,7 +90,7 @@ Tried = Callable[[Bound, float], float]
 """Simulates a side that is faster by a factor. Returns the factor of throughput."""
 
 _WAITING = 0.10
-"""A part that waits less than this is busy: the rest is hand-over, which no remedy removes."""
+"""A part that waits less than this is busy: the rest is hand-over between components, which no remedy removes."""
 HELD_BACK = 0.5
 """Requests that wait for a limit less often wait in bursts: a higher limit would hardly help."""
 _ALL, _HALF = 1.0, 0.5
@@ -103,7 +104,7 @@ _ROUGH = 1.15
 """Larger factors are shown with one decimal."""
 _FAILING = 0.9
 """With this share of responses without a score, a run is not slow but broken."""
-UNMEASURED = "not known yet: who waits for whom has not been measured"
+UNMEASURED = "not known yet: waiting times have not been measured"
 """The verdict before both sides have been measured."""
 
 
@@ -143,7 +144,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What holds a run up. `str` returns the sentence."""
+    """What limits a run. `str` returns the sentence."""
 
     bound: Bound
     share: float = 0.0
@@ -160,8 +161,8 @@ NOTHING_KNOWN = Verdict(bound="unmeasured", sentence=UNMEASURED)
 
 
 def find_stop(*, paused: str, endpoints: Collection[Mapping[str, Any]]) -> Verdict | None:
-    """Return why nothing moves at all, if so. `paused`: the queue's reason; `endpoints`: the judge's, as
-    `EndpointStats` has them."""
+    """Return why the whole run is blocked; None if it is not. `paused`: the queue's reason; `endpoints`: the judge's,
+    as `EndpointStats` has them."""
     if paused:
         return Verdict(bound="paused", share=1.0, sentence=f"paused until there is room: {paused}")
     if endpoints and not any(is_up(**one) for one in endpoints):
@@ -211,9 +212,9 @@ def verdict(
         why, remedy, lift = _work(bound, share, busy, setting, scoring, tried)
     known = math.isfinite(lift.factor)
     if not known:
-        remedy = "what would lift throughput is not known: no other part has been seen at work"
+        remedy = "no remedy is known, because no other part has worked yet"
     elif lift.factor < _WORTH:
-        remedy = f"there is little to gain, as {lift.then} is busy {1 / lift.factor:.0%} of the time"
+        remedy = f"there is little to gain, because {lift.then} is busy {1 / lift.factor:.0%} of the time"
     return Verdict(
         bound=bound,
         share=share,
@@ -312,7 +313,7 @@ def _overlapping(lift: Lift, setting: Setting) -> tuple[str, Lift]:
     if setting.mode == "fully_async":  # how much is enough is unknown
         higher = f"async_training.staleness_threshold {_above(setting)}"
         # In turns, more groups per step would only make a turn longer.
-        groups = ", which gives" if setting.in_turns else " or more groups a step, which give"
+        groups = ", which gives" if setting.in_turns else " or more groups per step, which give"
         remedy = f"{higher}{groups} generation room, could"
     return f"{remedy} lift throughput up to {_gain(lift)}", lift
 
@@ -373,7 +374,7 @@ class _Look:
 
     at: float
     spans: Mapping[str, Mapping[str, float]]
-    """By component."""
+    """Seconds by component and span."""
     scored: float
     """Requests sent to the judge so far; without a judge, responses that have ended."""
     held_back: bool | None

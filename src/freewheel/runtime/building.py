@@ -457,7 +457,7 @@ def read_rows(config: TrainConfig, task: Task, use: RowsKey) -> Sequence[Any]:
     if config.reward.function is None and data.task in TASKS:  # scoring with a user's task may take long
         for place, row in enumerate(rows):
             if why := _why_unscorable(task, row):
-                remedy = "correct it (docs/tasks.md has the fields), or give a reward.function of your own"
+                remedy = "correct it (docs/tasks.md has the fields), or give your own reward.function"
                 raise ConfigError(key, path, f"row {place} cannot be scored: {why}: {remedy}")
     return rows
 
@@ -481,7 +481,7 @@ class Prompts:
     def __init__(self, config: TrainConfig, tokenizer: Any) -> None:
         self.task: Task = get_task(config.data.task)
         self.longest_tokens = 1
-        """Of the prompts rendered so far. An engine's slots must hold them."""
+        """Tokens of the longest prompt rendered so far. An engine's slots must hold it."""
         self._config = config
         self._tokenizer = tokenizer
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 ADDRESS_KEY = "ray.address"
 START_COMMAND = "ray start --head --port=6379"
 _HEAD = "gcs_server"
-"""The process that a cluster cannot exist without."""
+"""The process without which a cluster cannot exist."""
 _NEEDED = frozenset({"raylet", _HEAD})
 """Ray's processes that start and track actors."""
 
@@ -43,7 +43,7 @@ _CONNECT_S = 5.0
 _RESOLVE_S = 5.0
 """Added for name resolution, which has no time limit if the resolver is unreachable."""
 _NEW = "local"
-"""As an address: start a new cluster."""
+"""As an address, it means: start a new cluster."""
 _ADDRESS_VARIABLE = "RAY_ADDRESS"
 """The address that `auto` means, if it is set. Otherwise Ray finds a cluster among this machine's processes."""
 
@@ -111,7 +111,8 @@ def _separate_process_groups() -> Iterator[None]:
 
 
 def lost_processes() -> list[str]:
-    """Return the essential processes that died of the Ray that this process started. A joined cluster has none here."""
+    """Of the Ray that this process started, return the essential processes that died. A joined cluster has none
+    here."""
     from ray._private import worker
 
     node: Any = worker._global_node
@@ -165,7 +166,9 @@ def check_cluster(address: str | None, environ: Mapping[str, str] = os.environ) 
         within(_RESOLVE_S + _CONNECT_S, lambda: socket.create_connection(place, timeout=_CONNECT_S).close())
     except OSError as error:
         why = error.strerror or str(error) or type(error).__name__
-        remedy = f"nobody takes a connection there ({why}): start a cluster with {START_COMMAND}, correct the address, "
+        remedy = (
+            f"nothing accepts connections there ({why}): start a cluster with {START_COMMAND}, correct the address, "
+        )
         raise ConfigError(ADDRESS_KEY, shown, remedy + "or leave it out") from None
 
 

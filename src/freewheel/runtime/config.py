@@ -117,7 +117,7 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     engine: str = "native"
     """`native`: continuous batching over a HF decoder, on a CPU or one GPU. `vllm`: vLLM, on any number of GPUs, or its
-    CPU build. Or `module:name` of an `EngineFactory` of your own."""
+    CPU build. Or `module:name` of your own `EngineFactory`."""
     n: Count = 8
     """Responses to a prompt: the size of a group."""
     temperature: Positive = 1.0
@@ -202,7 +202,7 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     save_every_steps: Count | None = 20
     """Steps between two checkpoints. None: only at the end."""
     keep_last: Count = 2
-    """Checkpoints to keep: a resume falls back to the one before if the newest is damaged."""
+    """Checkpoints to keep: a resume falls back to the previous one if the newest is damaged."""
     keep_best: bool = True
     """Keep the weights that did best on held-out prompts, in `best/`."""
     max_errors: Count = 3
@@ -298,7 +298,8 @@ class ObserveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     samples_mb: NotNegative = 64.0
     """MB of samples to keep per rollouter, the first and the newest. 0: none."""
     dashboard: bool = True
-    """Serve the run's page on 127.0.0.1 while it lasts, from a separate process. The start prints its address."""
+    """Serve the run's page on 127.0.0.1 during the run, from a separate process. The run prints its address at
+    start."""
     dashboard_port: _Port = 0
     """Port of that page. 0 takes any free one."""
 
@@ -333,7 +334,7 @@ class RayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A whole run. The defaults run on the machine at hand."""
+    """A whole run. The defaults run on this machine."""
 
     mode: Mode = "fully_async"
     """`sync`: generate, then train. `one_step_off`: batch k trains while k+1 generates. `fully_async`: streaming."""
@@ -536,7 +537,8 @@ def _devices(config: TrainConfig) -> _Problems:
 
 
 def _engine(config: TrainConfig) -> None:
-    """A user's own engine is asked before a run starts: reading a configuration must not import a user's code."""
+    """A user's own engine is checked only before a run starts: reading a configuration must not import a user's
+    code."""
     name = config.rollout.engine
     if name in ENGINES or ":" not in name:
         find_engine(name).check_options(config.rollout)

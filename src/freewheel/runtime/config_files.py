@@ -129,7 +129,7 @@ def _find(config_path: str | os.PathLike[str] | None, config_name: str | None) -
         raise ConfigError("--config-path", str(config_path), why)
     if not (folder / f"{name}{_SUFFIX}").is_file():
         there = ", ".join(configs(folder)) or f"no {_SUFFIX} file"
-        remedy = f"freewheel comes with {there}; a file of your own needs --config-path DIR"
+        remedy = f"freewheel comes with {there}; your own file needs --config-path DIR"
         if config_path is not None:
             remedy = f"{folder} comes with {there}"
         raise ConfigError("--config-name", config_name or _DEFAULT_NAME, remedy)
@@ -203,7 +203,8 @@ def to_yaml(config: TrainConfig) -> str:
 
 
 def load(path: str | os.PathLike[str]) -> TrainConfig:
-    """Read what `to_yaml` wrote, with all checks. No reference in it is filled in. The run may be somebody else's."""
+    """Read what `to_yaml` wrote, with all checks. References in it are not filled in, because the run may be somebody
+    else's."""
     values = _read(Path(path), _RunLoader)
     try:
         return to_config(values)

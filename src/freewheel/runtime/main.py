@@ -214,7 +214,7 @@ class FullyAsyncMain:
         if "queue" not in self._supervisor.loops:  # only the queue knows which prompts a checkpoint covers
             return
         self._account.say("The run has failed: finishing the step and saving before it ends")
-        with suppress(NoAnswer, RayError):  # the trainer may be ending by itself
+        with suppress(NoAnswer, RayError):  # the trainer may already be ending
             await call(self._supervisor.handles["trainer"], "request_stop", deadline_s=self.config.recovery.silent_s)
         limit_s = SAVE_S + self._account.progress.longest_step_s
         await asyncio.wait([trainer], timeout=limit_s)
@@ -236,8 +236,8 @@ class FullyAsyncMain:
                 loop.remove_signal_handler(number)
 
     def _interrupt(self) -> None:
-        """SIGTERM or Ctrl-C. The first finishes the step and saves, the second ends the run now. While closing: stop
-        waiting."""
+        """SIGTERM or Ctrl-C. The first finishes the step and saves, the second ends the run now. While the run closes,
+        a signal ends the waiting."""
         self._interrupts += 1
         if self._working.done():
             self._hurry.set()
@@ -274,7 +274,7 @@ class FullyAsyncMain:
         if damaged:
             check_journal(self.run_dir)
         why = "No checkpoint can be loaded" if damaged else "There is no checkpoint yet"
-        self._account.say(f"{why}: starting from the beginning, with what the journal has")
+        self._account.say(f"{why}: starting from the beginning, with the groups in the journal")
         return None
 
     # -- watch --------------------------------------------------------------------------------------------------------

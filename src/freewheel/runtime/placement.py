@@ -31,7 +31,7 @@ SMI_QUERY = "name,memory.total,compute_cap"
 SHARED = 0.5
 """The part of a GPU that the trainer requests from Ray if generation shares it."""
 MEMORY_SHARE, MEMORY_SHARE_BESIDE_TRAINER = 0.9, 0.4
-"""A vLLM engine's share of GPU memory: vLLM's default, and what leaves training the larger part."""
+"""A vLLM engine's share of GPU memory: vLLM's default, and a share that leaves training the larger part."""
 MIB = 1 << 20
 MOST_SLOTS = 256
 """Default limit of sequences at a time: more gain little on one device and cost KV cache."""

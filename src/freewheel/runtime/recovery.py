@@ -39,7 +39,7 @@ _FILTERS = ("zero_variance",)
 
 
 class KeepsDying(RuntimeError):
-    """A component dies again and again; restarting it does not fix the cause."""
+    """A component dies repeatedly; restarting it does not fix the cause."""
 
 
 class NotRecorded(RuntimeError):
@@ -55,7 +55,7 @@ class Stalled(RuntimeError):
 
 
 class NothingToTrainOn(RuntimeError):
-    """Prompt after prompt is abandoned, and no step is taken."""
+    """Many prompts in a row are abandoned, and no step is taken."""
 
 
 class Restarts:
@@ -83,7 +83,7 @@ class Restarts:
 
 @dataclass(frozen=True)
 class Stall:
-    """Nothing moves."""
+    """The run makes no progress."""
 
     why: str
     is_training: bool
@@ -91,7 +91,7 @@ class Stall:
 
 
 class StallDetector:
-    """Notices when work stops getting done, whether or not all processes are alive."""
+    """Notices when a run makes no progress, whether or not all processes are alive."""
 
     def __init__(self, now: float) -> None:
         self.longest_step_s = 0.0
@@ -106,8 +106,8 @@ class StallDetector:
     def note(self, marks: object, *, trainer: Mapping[str, Any], paused: bool = False, now: float) -> None:
         """Take in a look. `marks` differ when anything moved; `trainer` is its statistics, or empty without an answer.
 
-        Activity and an intended pause stop the clock, but only movement forgives earlier stalls: a trainer that hangs
-        in a step hangs in it again after a restart.
+        Activity and an intended pause stop the clock, but only movement clears earlier stalls: a trainer that hangs in
+        a step hangs in it again after a restart.
         """
         if trainer:
             self._note_work(trainer, now)

@@ -60,7 +60,7 @@ class RunPlan(Placement):
     memory_trainer: dict[str, int] = field(default_factory=dict)
     """Bytes of a training process by part; empty if the model's size is unknown."""
     memory_replica: dict[str, int] = field(default_factory=dict)
-    """The same of a rollouter."""
+    """The same for a rollouter."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -320,7 +320,7 @@ def _batch(plan: RunPlan) -> _Rows:
                 ("", f"data.epochs = {c.data.epochs} ends it before trainer.total_steps = {c.trainer.total_steps}")
             )
     updates = c.algorithm.updates_per_batch * c.algorithm.mini_batches
-    rows.append(("updates", f"{count_of(updates, 'optimizer step')} a training step"))
+    rows.append(("updates", f"{count_of(updates, 'optimizer step')} per training step"))
     return [(label if label else " ", text) for label, text in rows]
 
 
@@ -332,7 +332,7 @@ def _staleness(plan: RunPlan) -> _Rows:
         (
             "bound",
             f"a sample lags at most {count_of(b.max_lag, 'version')} when it is trained on "
-            f"(threshold {b.threshold} + ⌈(window {b.window} − 1) / {b.groups_per_version} groups a version⌉)",
+            f"(threshold {b.threshold} + ⌈(window {b.window} − 1) / {b.groups_per_version} groups per version⌉)",
         ),
         ("generation", f"held back at {b.capacity:,} groups alive; the queue never has more"),
         ("checked again", f"what lags more than {count_of(b.max_lag_allowed, 'version')} is never trained on"),

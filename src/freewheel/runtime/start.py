@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 RUNS = "runs"
 RESUME = "resume"
-"""Stands among the overrides like a setting: `resume=RUN` names the run to continue."""
+"""Given among the overrides like a setting: `resume=RUN` names the run to continue."""
 
 _SAME_PROMPTS = "the order of prompts follows from it, and a resumed run neither skips nor repeats one"
 _KEPT = {
@@ -84,7 +84,7 @@ class RunRequest:
 
 def find_local_modules() -> None:
     """Let `module:name` be in the working directory, after everything else: nothing there replaces an installed module.
-    Ray's workers look where this process looks."""
+    Ray's workers search the same places as this process."""
     with contextlib.suppress(FileNotFoundError):  # the working directory was removed
         here = str(Path.cwd())
         if here not in sys.path:

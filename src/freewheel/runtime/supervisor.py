@@ -164,7 +164,7 @@ class Supervisor:
         return await (restart[name]() if name in restart else self._restart_rollouter(name))
 
     async def _open(self, name: str, handle: Any, *args: Any, then: Callable[[], Awaitable[Any]] | None = None) -> Any:
-        """Open a new actor under `name` and connect it. `then` runs before anybody else can call it."""
+        """Open a new actor under `name` and connect it. `then` runs before other components can call it."""
         self.handles[name] = handle
         await self._report_process(name)
         answer = await call(handle, "open", *args, deadline_s=START_S)
@@ -187,7 +187,7 @@ class Supervisor:
         in_flight = await self._ask_rollouters("tickets")
         for note in await self._open("queue", handle, self._config, self._total_prompts, None, in_flight):
             log.info("%s", note)
-        # A synchronizer that does not hear this has died, and its replacement announces by itself.
+        # If the synchronizer does not receive this, it has died, and its replacement announces it.
         return await _run(handle, inform=_if_alive(self.directory.ask("sync", "announce")))
 
     async def _restart_sync(self) -> Any:
@@ -267,7 +267,7 @@ class Poller:
 
     def __init__(self) -> None:
         self.silent: Counter[str] = Counter()
-        """By component: unanswered questions in a row."""
+        """Unanswered questions in a row, by component."""
         self._open: dict[str, asyncio.Future[Any]] = {}
 
     @property

@@ -53,7 +53,7 @@ _WRITE = "write"
 
 
 class RankActor:
-    """One training process besides rank 0's. Any error ends it: the others cannot know how far it got."""
+    """One training process besides rank 0's. Any error ends it, because the others cannot know its progress."""
 
     def __init__(self, name: str, run_dir: str, objects: Mapping[str, Any]) -> None:
         """`objects`: what settings name as `in_memory:name`."""
@@ -94,7 +94,7 @@ class RankActor:
         while True:
             await asyncio.sleep(_BEAT_S)
             if self._pulse.is_silent(time.monotonic()):
-                log.error("%s hears nothing from the trainer and ends", self._name)
+                log.error("%s has not heard from the trainer and ends", self._name)
                 os._exit(_GROUP_BROKEN)
 
     async def _in(self, thread: ThreadPoolExecutor, work: Callable[[], T]) -> T:

@@ -1,1 +1,1 @@
-"""Weights from the trainer to the engines: `ParameterSynchronizer`, and what a set of weights is on its way."""
+"""Weights from the trainer to the engines: `ParameterSynchronizer`, and the forms of a set of weights in transit."""

@@ -57,7 +57,7 @@ class VersionRefused(RuntimeError):
 
 
 class VersionSpoiled(RuntimeError):
-    """A member received something else than was sent. Nobody uses it."""
+    """A member received something other than what was sent. Nobody uses it."""
 
 
 class GroupBroken(RuntimeError):
@@ -256,7 +256,7 @@ class SentWeights(AnyWeights):
                     yield meeting
                 except Exception:  # not the engine's failure if the sender died: then the connection ends
                     connection.settimeout(LAST_WORD_S)
-                    with contextlib.suppress(TimeoutError, RuntimeError):  # it lives and reports by itself
+                    with contextlib.suppress(TimeoutError, RuntimeError):  # it is alive and reports its own errors
                         _read_answer(connection)
                     raise
                 _read_answer(connection)
@@ -294,7 +294,7 @@ class WeightServer:
         self._offered: weakref.WeakValueDictionary[int, DeviceWeights] = weakref.WeakValueDictionary()
         self._keys = itertools.count(1)
         self._groups: dict[str, tuple[str, TorchGroup]] = {}
-        """By replica: its process, and the group."""
+        """The process and the group of each replica."""
         self._locks: dict[str, threading.Lock] = {}
         threading.Thread(target=self._run, name="freewheel-sending", daemon=True).start()
 

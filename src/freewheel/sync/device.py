@@ -229,7 +229,9 @@ def open_handle(handle: Handle) -> torch.Tensor:
 
     here = [index for index in range(torch.cuda.device_count()) if gpu_uuid(index) == handle["gpu"]]
     if not here:
-        raise ValueError(f"these weights are on GPU {handle['gpu']}, which this process does not see: use another way")
+        raise ValueError(
+            f"these weights are on GPU {handle['gpu']}, which this process does not see: use another transport"
+        )
     fields = [base64.b64decode(one) if isinstance(one, str) else one for one in handle["fields"]]
     size, start = handle["bytes"], handle["offset"]
     buffer: torch.Tensor = rebuild_cuda_tensor(  # type: ignore[no-untyped-call]

@@ -50,7 +50,7 @@ class SyncFailed(RuntimeError):
 
 
 class ReplicaGone(Exception):
-    """Raised by `Replica.load_weights` when the replica's process has died. Retrying is of no use."""
+    """Raised by `Replica.load_weights` when the replica's process has died. Retrying is pointless."""
 
 
 class Replica(Protocol):
@@ -83,12 +83,12 @@ class _Pending:
 
 @dataclass
 class _Attempts:
-    """How one engine fared in one sync. A row of `metrics.jsonl` has these fields."""
+    """The result of one sync for one engine. A row of `metrics.jsonl` has these fields."""
 
     took_s: float = 0.0
     attempts: int = 0
     error: str = ""
-    """Of the last attempt that failed, even if a later one succeeded."""
+    """The error of the last attempt that failed, even if a later one succeeded."""
 
 
 @dataclass
@@ -117,7 +117,8 @@ class Member:
         return len(self.reading) >= MOST_UNANSWERED
 
     def answered(self, version: int) -> None:
-        """It answered, whatever it said. Versions are taken in order, so it no longer reads earlier ones."""
+        """It answered, with success or with an error. Versions are taken in order, so it no longer reads earlier
+        ones."""
         self.reading = {one for one in self.reading if one > version}
         self.inherited = False
 
@@ -285,7 +286,8 @@ class ParameterSynchronizer:
 
     @property
     def _anybody_works(self) -> bool:
-        """If all replicas are fenced or gone, nothing is in progress and the free slots wait for this very version."""
+        """If all replicas are fenced or gone, nothing is in progress and the free slots wait for exactly this
+        version."""
         return any(not (member.fenced or member.gone) for member in self.group.values())
 
     def _record(self, pending: _Pending, since: float, loaded: int) -> None:
@@ -338,10 +340,10 @@ class ParameterSynchronizer:
                 return False
 
     async def _load_and_publish(self, pending: _Pending) -> int:
-        """Bring the version to all replicas once, and publish it if any of them has it then. Returns how many have it.
-        Raises `WeightsGone`."""
+        """Bring the version to all replicas once. If any replica then has it, the version is published: here and
+        nowhere else. Returns how many have it. Raises `WeightsGone`."""
         async with self._loading:
-            # A fenced replica used up its attempts. It gets one a version, and does not delay the others for long.
+            # A fenced replica used up its attempts. It gets one per version, and does not delay the others for long.
             attempts = {name: 1 if member.fenced else self._max_retries + 1 for name, member in self.group.items()}
             calls = [self._load(name, pending, attempts[name]) for name in self.group]
             found = await asyncio.gather(*calls, return_exceptions=True)

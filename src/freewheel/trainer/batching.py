@@ -61,7 +61,7 @@ class TrainingSample:
     """The weight version that produced each of these tokens."""
     reward: float = 0.0
     advantage: float = 0.0
-    """With a critic, advantages per token replace it."""
+    """The advantage of all its tokens. With a critic, advantages per token replace it."""
     weight: float = 0.0
     """How much each of its tokens counts in the loss."""
 
@@ -82,17 +82,17 @@ class MicroBatch:
     sequence: Tensor
     """[T] int64: which of the S responses the token belongs to."""
     behaviour: Tensor
-    """[T] float32."""
+    """[T] float32: the engine's log-probability of each token."""
     versions: Tensor
-    """[T] int32."""
+    """[T] int32: the weight version that made each token."""
     weights: Tensor
-    """[T] float32."""
+    """[T] float32: how much each token counts in the loss."""
     advantages: Tensor
-    """[T] float32."""
+    """[T] float32: the advantage of each token."""
     lengths: tuple[int, ...]
     """[S]: trained tokens."""
     rewards: tuple[float, ...]
-    """[S]."""
+    """[S]: the reward of each response."""
 
     @property
     def n_sequences(self) -> int:

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: a checkpoint is there whole or not at all, whatever happens while it is written.
+"""Checkpoints of a run: a checkpoint is complete or absent, whatever happens while it is written.
 
     save ─▶ .tmp-…/ files, fsync, checksums, state.json last ─ rename ─▶ checkpoints/step_000040/ ─▶ old ones removed
     latest ◀─ the newest checkpoint whose files all match their checksums; a damaged one is skipped with a warning
@@ -59,7 +59,8 @@ FORMAT = 1
 FALLBACKS = 2
 """Checkpoints that a resume can choose from, if at least that many are kept."""
 READ_BYTES = 1 << 22
-"""Bytes read at a time for a checksum. CRC-32 runs at 2 GB/s, SHA-256 at 0.8, and nobody forges checkpoints here."""
+"""Bytes read at a time for a checksum. CRC-32 runs at 2 GB/s, SHA-256 at 0.8, and forged checkpoints are not a threat
+here."""
 MB = 1e6
 
 SCRATCH = ".tmp-"

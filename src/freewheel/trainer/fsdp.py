@@ -81,7 +81,7 @@ class MeetingHost:
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """This process in the group that trains together."""
+    """This process as a member of the group that trains together."""
 
     rank: int
     size: int
@@ -91,7 +91,7 @@ class World:
     host_mesh: DeviceMesh
     """The same processes' host memory."""
     objects: dist.ProcessGroup
-    """For small objects that are not on a device."""
+    """The group for small objects that are not on a device."""
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks, in their order."""
@@ -143,7 +143,7 @@ class Sharded:
             _compile_within(layer)
             fully_shard(layer, mesh=world.mesh, mp_policy=layered)
         root.register_forward_hook(_own_memory)
-        # The root's inputs are no activations: do not cast them.
+        # The root's inputs are not activations: do not cast them.
         fully_shard(root, mesh=world.mesh, mp_policy=replace(layered, cast_forward_inputs=False))
         self.root = cast(Any, root)
         self._parts: list[Any] = [module for module in root.modules() if isinstance(module, FSDPModule)]

@@ -23,8 +23,8 @@ from freewheel.trainer.options import LOGITS_AT_A_TIME
 LOGITS_AT_A_TIME_GPU = 1 << 29
 """1 GiB of bfloat16. The weight's gradient is read and written once per part, which would dominate with small parts."""
 LOGITS_KEPT_GPU = 5 << 28
-"""Logits kept for the backward pass instead of computing them again: 2.5 GiB, which is all of 8,192 response tokens. It
-saves a thirtieth of a step of a 1.5B model."""
+"""Logits kept for the backward pass instead of computing them again: 2.5 GiB, enough for all of 8,192 response tokens.
+It saves a thirtieth of a step of a 1.5B model."""
 
 
 def limit_rows(device: torch.device, vocabulary: int) -> tuple[int, int]:
@@ -59,7 +59,7 @@ def head_logprobs(
 def logits_to_logprobs(
     logits: Tensor, targets: Tensor, temperature: float = 1.0, *, entropy_grad: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return the same of complete logits, for models whose head is more than one matrix."""
+    """Return the same from complete logits, for models whose head is more than one matrix."""
     logits = logits.float() if temperature == 1 else logits.float() / temperature
     log_p = logits.log_softmax(-1)
     with nullcontext() if entropy_grad else torch.no_grad():

@@ -1,4 +1,4 @@
-"""Triton kernels for operations that take torch several passes over memory. Each has an equivalent in plain torch.
+"""Triton kernels for operations that need several passes over memory in torch. Each has an equivalent in plain torch.
 
     score, slope     the output head: `head._score`, `head._slope`
     add_up           a gradient in bfloat16 onto one in float32: `head.add_up`

@@ -1,4 +1,4 @@
-"""Losses, one function each, over flat tokens: no padding gets this far.
+"""Losses, one function each, over flat tokens: padding is removed earlier.
 
     LossInputs: logprobs, advantages, … [T] ─▶ loss function ─▶ LossOutputs: loss [T], metrics
     values, old values, returns, weights [T] ─▶ value_loss ─▶ loss, Tally
@@ -70,7 +70,8 @@ Loss = Callable[[LossInputs], LossOutputs]
 
 @dataclass(frozen=True)
 class Tally:
-    """Named sums over tokens. Merging the tallies of two micro-batches gives the tally of one with both's tokens.
+    """Named sums over tokens. Merging the tallies of two micro-batches gives the tally of one micro-batch with all
+    their tokens.
 
     Tensors stay on their device until `values` moves them all at once, so that no micro-batch waits for the device.
     """
@@ -175,7 +176,7 @@ def _find_problem(outputs: Any, inputs: LossInputs) -> str:
         return "its loss has no gradient: compute it from logprobs without detach or torch.no_grad"
     for name, pair in outputs.metrics.items():
         if not isinstance(pair, tuple) or len(pair) != 2 or any(torch.as_tensor(one).numel() != 1 for one in pair):
-            return f"its metric {name!r} is no (sum, count) of two scalars"
+            return f"its metric {name!r} is not a (sum, count) pair of two scalars"
     return ""
 
 

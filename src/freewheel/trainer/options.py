@@ -53,7 +53,7 @@ _NORMALISATIONS: dict[str, tuple[Normalise, ...]] = {
 
 
 class AlgorithmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """From rewards to a loss."""
+    """How rewards become a loss."""
 
     name: Algorithm = "grpo"
     """A preset of advantage estimator and loss. `grpo`: a reward against its group's mean. `rloo`: against the mean of

@@ -31,7 +31,7 @@ T = TypeVar("T")
 ALIKE = (NonFiniteLoss, DataError)
 """Errors that all ranks raise at the same place, so that the group stays intact."""
 WITNESS_S = 5.0
-"""How long rank 0 looks for a dead rank before it blames itself for a failure. Ray reports a death within a second or
+"""How long rank 0 looks for a dead rank before it reports a failure as its own. Ray reports a death within a second or
 two, and the others wait for rank 0 meanwhile."""
 KEPT_STATES = 2
 """Copies of the training state that a rank keeps: one being written, and the next."""
@@ -92,7 +92,7 @@ class Leader:
         return BackendState(values=own.values, write=partial(self._write, number, own))
 
     def _write(self, number: int, own: BackendState, folder: Path) -> str:
-        """A full disk fails the checkpoint and nothing else."""
+        """A full disk makes only the checkpoint fail."""
         asked = self._others.ask("write", number, folder)
         written = _try_to_write(own, folder)
         for rank, result in enumerate([written, *self._answered(asked)]):

@@ -91,7 +91,7 @@ class _Piece:
 
     file: Any
     shape: list[int]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     rows: range
     """A scalar has one row."""
 

@@ -89,7 +89,7 @@ class TorchBackend:
     ) -> None:
         """`model`: a Hugging Face causal language model, which the backend takes over.
 
-        `compile`: use torch.compile for the decoder's layers; a failure is a warning. `share_prompts`: compute a
+        `compile`: use torch.compile for the decoder's layers; a failure is only a warning. `share_prompts`: compute a
         group's prompt once for several responses if that is cheaper and the model supports it. `temperature`: that of
         sampling, so that log-probabilities match.
         """
@@ -220,7 +220,7 @@ class TorchBackend:
     ) -> Tally:
         """Make one optimizer step of the policy or the critic over a mini-batch."""
         optimizer, prefix = self._optimizers[name], METRICS[name]
-        optimizer.forget()  # what a failed attempt has left
+        optimizer.forget()  # leftovers of a failed attempt
         tally, losses = Tally(), []
         for index, part in enumerate(parts):
             loss, found = compute(part)

@@ -209,7 +209,7 @@ class FullyAsyncTrainer:
             await self._settle_checkpoint()  # a half-written checkpoint is worth the wait
 
     def request_stop(self) -> None:
-        """Finish the current step, save, and end. Before `run`, the run ends as soon as it begins."""
+        """Finish the current step, save, and end. If called before `run`, the run ends as soon as it starts."""
         self._stop.set()
 
     def close(self) -> None:
@@ -445,7 +445,7 @@ class FullyAsyncTrainer:
         log.info("Saved the checkpoint of step %d", step, extra=context)
         try:
             await asyncio.wait_for(self._queue.confirm_checkpoint(oldest), CONFIRM_S)
-        except Exception as error:  # noqa: BLE001  # a journal that stays large is no reason to end a run
+        except Exception as error:  # noqa: BLE001  # a run need not end because its journal stays large
             reason = f"{type(error).__name__}: {error}"
             log.warning("Journal compaction up to step %d failed; retrying at the next checkpoint: %s", oldest, reason)
 

@@ -1,7 +1,7 @@
 """Files that survive crashes and stay private.
 
     open_private, private_folder   readable by their owner only, whatever the umask is
-    write_atomically, sync_folder  a file is there whole or not at all, also after a power cut
+    write_atomically, sync_folder  a file is complete or absent, also after a power cut
     WholeLines                     an append-only file of whole lines; a full disk costs lines and is reported
 
 A run directory holds prompts, responses and settings. Whatever is created in one goes through here: the lock, the
@@ -40,8 +40,8 @@ def private_folder(path: str | os.PathLike[str]) -> Path:
 def open_private(path: str | os.PathLike[str], flags: int) -> int:
     """Open a file, or create a private one, and return its descriptor.
 
-    A symbolic link is refused with an `OSError`: in a run directory from somebody else it may lead to any file of the
-    user. Links to devices such as `/dev/null` are allowed.
+    A symbolic link is refused with an `OSError`: in a run directory from somebody else it may point to any of the
+    user's files. Links to devices such as `/dev/null` are allowed.
     """
     try:
         created = os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)

@@ -15,7 +15,7 @@ from freewheel.errors import ConfigError
 class _NoHttpNoise(logging.Filter):
     """Drops aiohttp's tracebacks about requests that it cannot parse.
 
-    Anybody can send such requests, the client gets a 400, and the traceback shows parts of the bytes, which may hold a
+    Any client can send such requests. It gets a 400, and the traceback would show parts of the bytes, which may hold a
     token.
     """
 
@@ -53,7 +53,7 @@ def is_loopback(host: str) -> bool:
 
 HOST = "127.0.0.1"
 BACKLOG = 4096
-"""Connections that may wait to be accepted: of a thousand clients that start together, none must fail by chance."""
+"""Connections that may wait to be accepted: if a thousand clients start together, none may fail by chance."""
 ANYWHERE = ("0.0.0.0", "::")
 PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)
 """Errors of `bind` that another port would fix. The others are about the host."""

@@ -96,8 +96,8 @@ def _exists(pid: int) -> bool:
 def within(limit_s: float, work: Callable[[], T]) -> T:
     """Return what `work` returns, or raise what it raises; `TimeoutError` after `limit_s`.
 
-    For calls that have no timeout, such as name resolution or a dead network disk. A late call cannot be
-    ended: its daemon thread stays behind.
+    For calls that have no timeout, such as name resolution or a dead network disk. A late call cannot be ended: its
+    daemon thread remains.
     """
     ended: Future[T] = Future()
 

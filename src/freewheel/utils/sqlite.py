@@ -3,7 +3,7 @@
     caller ── schedule ──▶ WriterThread ── write() ──▶ transaction ──▶ file and log (WAL)
                                 └◀── pause: the disk is full, the file is locked
 
-A commit goes to the log and reaches the operating system at once; a checkpoint copies the log into the file. Hence a
+A commit goes to the log and reaches the operating system at once; a checkpoint copies the log into the file. So a
 killed process loses nothing that it committed. What to do about an error is the caller's decision: the cache sets a
 damaged file aside and continues, the journal stops the run.
 """

@@ -125,9 +125,7 @@ def stop_worker(worker: AsyncRolloutWorker) -> None:
                 filled.get(timeout=0.02)
 
 
-def test_the_spawned_worker_scores_with_an_engine_of_its_own(
-    mock, make_reward, tokenizer, vllm_url, monkeypatch, score
-):
+def test_the_spawned_worker_scores_with_its_own_engine(mock, make_reward, tokenizer, vllm_url, monkeypatch, score):
     """The worker's child is daemonic, and may have no children by `multiprocessing`; the engine must start there."""
     server = mock(error_share=0.05, seed=2)
     reward = make_reward(server.url, judge={"max_attempts": 1})
@@ -154,7 +152,7 @@ def test_the_spawned_worker_scores_with_an_engine_of_its_own(
         time.sleep(0.05)
 
 
-def test_a_key_that_cannot_travel_is_refused_before_the_worker_starts(
+def test_a_key_that_cannot_be_sent_is_refused_before_the_worker_starts(
     mock, make_reward, tokenizer, vllm_url, monkeypatch
 ):
     reward = make_reward(mock(api_key="secret-1").url, api_key="secret-1")

@@ -227,7 +227,7 @@ def test_a_pickle_carries_everything_but_the_key_and_the_engine(mock, make_rewar
     assert "another process needs OPENAI_API_KEY" in caplog.text
     copied = pickle.loads(pickled)
     assert (copied.__name__, copied.rule, copied.ground_truth) == ("mine", right_or_wrong, "a")
-    with pytest.raises(ConfigError, match="a key given as text does not travel"):
+    with pytest.raises(ConfigError, match="a key given as text is not sent"):
         call(copied, ["q"], ["x"], a=["x"])
     monkeypatch.setenv("OPENAI_API_KEY", "k-secret")
     caplog.clear()
@@ -237,7 +237,7 @@ def test_a_pickle_carries_everything_but_the_key_and_the_engine(mock, make_rewar
     again.close()
 
 
-def test_threads_with_loops_of_their_own_share_one_engine(mock, make_reward, score):
+def test_threads_with_their_own_loops_share_one_engine(mock, make_reward, score):
     server = mock(latency_s=0.1)
     reward = pickle.loads(pickle.dumps(make_reward(server.url)))  # not opened yet
 

@@ -102,7 +102,7 @@ def test_length_penalty_is_registered_where_older_verl_looks_for_it(
 
 
 @pytest.mark.parametrize("drop", [(), ("uid",)], ids=["by uid", "by prompt"])
-def test_what_length_penalty_reports_can_be_averaged_whatever_failed(
+def test_reports_of_length_penalty_can_be_averaged_whatever_failed(
     tokenizer: PreTrainedTokenizerFast, judge: RunningJudge, drop: tuple[str, ...]
 ) -> None:
     from freewheel.integrations.verl import LegacyRewardManager

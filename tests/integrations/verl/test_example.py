@@ -39,12 +39,12 @@ def composed(overrides: list[str]) -> DictConfig:
         return compose("ppo_trainer", overrides=overrides)
 
 
-def test_the_script_says_what_it_misses(tmp_path: Path) -> None:
+def test_the_script_reports_what_is_missing(tmp_path: Path) -> None:
     done = subprocess.run([SCRIPT], capture_output=True, text=True, env={"PATH": os.environ["PATH"], "HOME": "/"})
     assert done.returncode != 0 and "JUDGE_URL" in done.stderr
 
 
-def test_what_the_script_starts_is_a_valid_verl_run_that_freewheel_scores(
+def test_the_script_starts_a_valid_verl_run_that_freewheel_scores(
     ray_session: None, tokenizer: PreTrainedTokenizerFast, tokenizer_path: Path, tmp_path: Path
 ) -> None:
     with MockJudge(JudgeProfile(scores={"unratable": "?", "x": "7"})).in_process() as judge:

@@ -157,7 +157,7 @@ def test_rows_whose_actor_dies_are_sent_again_and_get_their_rewards(
     assert columns(results[0])["judge_status"] == ["scored"] * 16
 
 
-def test_rows_as_verls_agent_loop_sends_them_meet_and_collate(
+def test_rows_in_the_form_of_verls_agent_loop_join_their_group_and_collate(
     loop: RewardLoopManager, behave: Behave, tokenizer: Any
 ) -> None:
     """Through the agent loop's own `_compute_score` and `_postprocess`: a call a row, to a worker chosen at random."""

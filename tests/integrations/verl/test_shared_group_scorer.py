@@ -49,7 +49,7 @@ async def test_an_actor_that_keeps_dying_is_given_up(
         await scorer.reward(row(0, "u"))
 
 
-async def test_what_on_failure_raises_reaches_the_rows_caller(ray_session: None) -> None:
+async def test_an_error_of_on_failure_raise_reaches_the_rows_caller(ray_session: None) -> None:
     scorer = SharedGroupScorer(settings("raises", on_failure="raise"))
     failed = [row(number, "u", rule=None, failure="it broke") for number in range(2)]
     with pytest.raises(RewardFailed, match="it broke"):

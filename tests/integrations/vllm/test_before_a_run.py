@@ -19,7 +19,7 @@ from .asking import EAGER, config_of, engine_of, plan_of
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 
-def test_settings_that_can_serve_are_no_problem(folder: Path) -> None:
+def test_usable_settings_are_not_a_problem(folder: Path) -> None:
     assert engine_problems(plan_of(config_of(folder)), folder) == []
 
 

@@ -5,6 +5,6 @@
     RUN/samples/*.jsonl       ─▶ Samples ─────────┼─▶ RunView ─▶ views (JSON) ─▶ server ─▶ static/ (the page)
     RUN/journal.sqlite ──────▶ audit ─────────────┘
 
-`freewheel dashboard` serves any runs until it is stopped; `beside` starts a server next to `freewheel train`. It writes
-no file and imports neither torch nor Ray.
+`freewheel dashboard` serves any runs until it is stopped; `serve_next_to_run` starts a server for the run of
+`freewheel train`. The server writes no file and imports neither torch nor Ray.
 """

@@ -1,11 +1,11 @@
 """Serves the page of a live run in a separate process, which never fails or slows the run.
 
-    the run: `beside` ─ listening socket, token ─▶ the address, at once
+    the run: `serve_next_to_run` ─ listening socket, token ─▶ the address, at once
              └─ python -m freewheel.dashboard.web.child FD (nice 10), with the rest on stdin
                 asleep, almost nothing imported ─ a client connects ─▶ the server ─ the run ends ─▶ exit
 
-Most runs are never looked at, and they pay only for a sleeping interpreter. The run ends the child with SIGTERM; if the
-run is killed, the child ends itself.
+Nobody opens the page of most runs, and those runs pay only for a sleeping interpreter. The run ends the child with
+SIGTERM; if the run is killed, the child ends itself.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ END_S = 2.0
 
 
 @contextmanager
-def page_of(config: TrainConfig, shown: TerminalView) -> Iterator[None]:
-    """Serve the page of the run that `freewheel train` starts, if its settings ask for one. The address is shown and
-    goes into no file, because it grants access."""
+def page_for_run(config: TrainConfig, shown: TerminalView) -> Iterator[None]:
+    """Serve the page of the run that `freewheel train` starts, if its settings ask for one. The address is shown but
+    not saved, because it grants access."""
     if not config.observe.dashboard or config.run_dir is None:
         yield
         return
-    with beside(config.run_dir, port=config.observe.dashboard_port) as found:
+    with serve_next_to_run(config.run_dir, port=config.observe.dashboard_port) as found:
         if found:
             shown.page = found
             shown.say(f"Dashboard: {found}")
@@ -84,7 +84,7 @@ def page_of(config: TrainConfig, shown: TerminalView) -> Iterator[None]:
 
 
 @contextmanager
-def beside(run_dir: str | os.PathLike[str], *, port: int = 0) -> Iterator[str]:
+def serve_next_to_run(run_dir: str | os.PathLike[str], *, port: int = 0) -> Iterator[str]:
     """Yield the page's address while the block lasts; empty if the page cannot be served, which is logged."""
     folder = Path(run_dir).expanduser().absolute()
     child, found = None, ""

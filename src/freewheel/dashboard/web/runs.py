@@ -72,7 +72,7 @@ class WatchedSettings:
 
     @property
     def staleness_threshold(self) -> int | None:
-        """Return the threshold that holds in the run's mode; None if neither mode nor key says."""
+        """Return the threshold that holds in the run's mode; None if neither the mode nor the key sets it."""
         told = self.number("async_training.staleness_threshold")
         return THRESHOLDS.get(self.text("mode"), None if told is None else int(told))
 
@@ -119,7 +119,7 @@ _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def describe_gaps(recorded: RecordedMetrics, step: int, unread: str = "") -> list[str]:
-    """Describe what is missing in the metrics of a run that came to `step`; empty if nothing is. `unread`: why its
+    """Describe what is missing in the metrics of a run that reached `step`; empty if nothing is. `unread`: why its
     journal could not be read."""
     found = [f"{JOURNAL} cannot be read ({unread}): the run may have gone further than shown"] if unread else []
     by = "Its checkpoints show" if unread else "Its journal and checkpoints (see the ledger) show"
@@ -161,7 +161,7 @@ class Warned(msgspec.Struct, gc=False):
 
 
 class RunView:
-    """One run. Within `reading` it shows what its files said at that moment."""
+    """One run. Inside `reading` it shows the state of its files at that moment."""
 
     def __init__(self, run_id: str, folder: Path, *, clock: Callable[[], float]) -> None:
         self.id = run_id
@@ -213,13 +213,13 @@ class RunView:
 
     @property
     def step(self) -> int:
-        """Return the last known step; of a finished run also by journal and checkpoints."""
+        """Return the last known step; for a finished run also from its journal and checkpoints."""
         told = int(self.recorded.steps.last("step") or 0)
         return max(told, self._reached.look()) if self.state in ("finished", "ended") else told
 
     @property
     def unread(self) -> str:
-        """Return why the journal of a finished run could not say how far it came."""
+        """Return why the journal of a finished run could not be read for its last step."""
         return self._reached.unread if self.state in ("finished", "ended") else ""
 
     def _is_held(self) -> bool:

@@ -61,7 +61,7 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-"""Headers of every reply. Model output is shown as text, and no script but the page's own may run."""
+"""Headers of every reply. Model output is shown as text, and only the page's own script may run."""
 
 
 def make_token() -> str:
@@ -91,7 +91,7 @@ def _digest(text: str) -> bytes:
 EVERY_S = 1.0
 """Seconds between two looks: as often as a run writes a pulse."""
 ALIVE_S = 15.0
-"""Silence after which a sign of life is sent, so that each side notices when the other has gone."""
+"""After this much silence an `alive` event is sent, so that each side notices when the other is gone."""
 RETRY_MS = 1000
 MOST_STREAMS = 64
 
@@ -158,7 +158,7 @@ TYPES = {
 }
 """Types of the assets; other files are not served."""
 MOST_COMPARED = 12
-"""Runs in one picture; nobody can tell more apart."""
+"""Most runs in one chart: the eye cannot tell more lines apart."""
 SHUTDOWN_S = 2.0
 
 ViewAnswer = Callable[[RunView, web.Request], Any]
@@ -276,7 +276,7 @@ class Server:
             view = self._view(request.match_info["run"])
             found = await asyncio.to_thread(answer, view, request)
             if found is None:
-                raise web.HTTPNotFound(text="there is no such thing in this run")
+                raise web.HTTPNotFound(text="this run has nothing at that address")
             return _json(found)
 
         return handle

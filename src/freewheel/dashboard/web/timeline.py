@@ -1,4 +1,4 @@
-"""The timeline of a run: what each component did and waited for, and what became of each group.
+"""The timeline of a run: what each component did and waited for, and what happened to each group.
 
     RecordedTrace ─ window(from, to) ─▶ lanes of bars that fit on a screen, and a row of bars for each group
 

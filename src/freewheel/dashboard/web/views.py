@@ -6,8 +6,8 @@
 `overview`, `changes`, `judge` and `weights` are called within `RunView.reading`; `compare` locks one run after the
 other; `ledger` and `prompt` read the journal and lock nothing. Pure apart from that.
 
-`thin` selects the points of a curve that a screen can show. `learning` says whether a run learns, and never more than
-the curves support.
+`thin` selects the points of a curve that a screen can show. `learning` decides whether a run learns, and claims no more
+than the curves support.
 """
 
 from __future__ import annotations

@@ -27,7 +27,8 @@ Score = Scored | float | Mapping[str, Any]
 
 
 class Task(Protocol):
-    """Everything a run needs to know about its data. Any object with these attributes is a task."""
+    """The data and the score of a run: its environment, if responses have one turn. Any object with these attributes is
+    a task. (For several turns, see `Rollouter._custom_generation_logic`.)"""
 
     @property
     def name(self) -> str: ...

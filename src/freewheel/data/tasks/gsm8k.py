@@ -32,7 +32,7 @@ class Gsm8k:
 
     name: str = "gsm8k"
     max_new_tokens: int = 512
-    """The longest solutions of the training set have about 400 tokens, and models are wordier than people."""
+    """The longest solutions of the training set have about 400 tokens, and models write more words than people."""
     stop: tuple[str, ...] = ()
     instruction: str = INSTRUCTION
     """Follows the question. A row that has a `prompt` is left as it is."""

@@ -70,7 +70,7 @@ class FreewheelRewardManager(RewardManagerBase):  # type: ignore[misc,unused-ign
         try:
             return await self.scorer.reward(row)
         except ScorerLost as error:
-            # The row becomes a failed group of its own.
+            # The row becomes a separate group, which has failed.
             self._log.failed("the reward actor", error)
             sample = dataclasses.replace(row.sample, group=row.id)
             alone = dataclasses.replace(row, sample=sample, sizes=(1,), request=None, failure="the reward actor died")
@@ -81,7 +81,7 @@ class FreewheelRewardManager(RewardManagerBase):  # type: ignore[misc,unused-ign
         row_id = uuid.uuid4().hex
         uid = columns.get("uid")
         if uid is None:
-            self._log.once("rows have no uid: each is a group of its own, without a median or a mean of others")
+            self._log.once("rows have no uid: each row is a separate group, without other rows for a median or a mean")
         response_ids = item.batch["responses"]
         length = response_length(item)
         info = score_info(columns)

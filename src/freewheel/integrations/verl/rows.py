@@ -30,7 +30,7 @@ class DecodedRow:
     id: str
     """Unique per row. A row that is submitted twice is still one row."""
     sample: Sample
-    """Without its text if no judge needs it."""
+    """The sample, without its text if no judge needs it."""
     sizes: tuple[int, ...]
     rule: Scored | None
     """None if `compute_score` raised."""
@@ -43,7 +43,7 @@ class DecodedRow:
 
 
 def response_length(item: Any) -> int:
-    """Return the length in tokens, as the agent loop counted it. Its mask shifts if a trajectory has several parts."""
+    """Return the length in tokens, as the agent loop counted it. That mask shifts if a trajectory has several parts."""
     length = item.non_tensor_batch.get("response_len")
     if length is not None:
         return int(length)

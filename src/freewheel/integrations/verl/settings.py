@@ -87,7 +87,7 @@ class Settings:
     @property
     def wants_judge(self) -> bool:
         """Whether the user wants a judge. Only the process of the scorer checks for a key: a worker on another node may
-        have another environment, and its rows must be judged all the same."""
+        have another environment, and its rows must still be judged."""
         config = self.length_penalty_config
         wanted = config.enable_openai_reward or config.api_key is not None or config.names_endpoint
         return bool(wanted) and config.enable_openai_reward is not False
@@ -118,8 +118,8 @@ class Settings:
             return
         rows = prompts * self.train_rows
         log.warning(
-            "a step has %d rows, and %d reward workers hold %d at once: groups may wait for rows that cannot come in; "
-            "set reward.num_workers=%d",
+            "a step has %d rows, and %d reward workers hold %d at once: groups may wait for rows that cannot be "
+            "accepted; set reward.num_workers=%d",
             rows,
             self.workers,
             ROWS_PER_WORKER * self.workers,
@@ -136,13 +136,13 @@ def _check_key_travels(config: LengthPenaltyConfig) -> None:
         raise ConfigError(
             "reward.reward_kwargs.length_penalty_config.api_key",
             config.api_key,
-            "a key given as text does not travel to the actor that the reward workers share: leave api_key out, name "
+            "a key given as text is not sent to the actor that the reward workers share: leave api_key out, name "
             f"api_endpoint, and set {config.key_variable} in the environment where Ray is started, on every node "
             "(or set reward.num_workers=1)",
         )
     if there.key != config.api_key:
         log.warning(
-            "the key in %s is used, and not the other one in length_penalty_config.api_key: a key given as text does "
-            "not travel to the actor that the reward workers share",
+            "the key in %s is used, and not the other one in length_penalty_config.api_key: a key given as text is "
+            "not sent to the actor that the reward workers share",
             config.key_variable,
         )

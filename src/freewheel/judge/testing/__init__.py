@@ -78,8 +78,8 @@ DEFAULT_PORT = 8099
 _DEFAULT_MODEL = "mock-judge"
 
 _PATIENCE_S = 30.0
-"""Longest wait for the judge's thread, for its counts and for aborted connections to close. None takes a second, unless
-the machine is very busy."""
+"""Longest wait for the judge's thread, for its counts and for aborted connections to close. Each takes less than a
+second, unless the machine is very busy."""
 _DRIP_PIECES = 16
 """Most pieces into which a dripping body is split."""
 _MILLISECOND_S = 0.001

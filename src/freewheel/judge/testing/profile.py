@@ -423,8 +423,8 @@ class Behaviour:
         return _is_inside(self.profile.outages, now - self._began)
 
     def decide(self, now: float, ask: Ask | None, authorization: str | None = None) -> AdmittedRequest | Refusal | None:
-        """Decide about one request. `ask` is None if the body is no chat request. Returns None if the connection must
-        be aborted."""
+        """Decide about one request. `ask` is None if the body is not a chat request. Returns None if the connection
+        must be aborted."""
         counts = self.counts
         counts.received += 1
         self._began = min(self._began, now)
@@ -544,7 +544,7 @@ class ProcessorSharing:
     def leave(self, now: float, ticket: int) -> None:
         """Remove a request that nobody waits for any more. The others get its share from now on."""
         self._advance(now)
-        self._active.discard(ticket)  # its entry in the heap is skipped when it comes up
+        self._active.discard(ticket)  # its entry in the heap is skipped later
 
     def finished(self, now: float) -> list[int]:
         """The tickets that ended since the last call, in the order in which they ended."""

@@ -141,7 +141,7 @@ class SlotCache(Cache):
             self._changed()
 
     def remove_non_finite(self) -> None:
-        """Set NaN and infinity to 0. What a page's earlier row has left is masked, but 0 x NaN would be NaN."""
+        """Set NaN and infinity to 0. Leftovers of a page's earlier row are masked, but 0 x NaN would be NaN."""
         for held in (*self._keys, *self._values):
             torch.nan_to_num_(held, nan=0.0, posinf=0.0, neginf=0.0)
 

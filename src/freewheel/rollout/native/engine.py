@@ -379,7 +379,7 @@ class Scheduler(Generic[Key]):
         self._waiting: deque[tuple[Key, int]] = deque()
         """(request, index of the sample)"""
         self._held: dict[int, tuple[Key, int]] = {}
-        """By slot."""
+        """The request and the sample in each slot."""
 
     @property
     def running(self) -> int:

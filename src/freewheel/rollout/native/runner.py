@@ -333,7 +333,7 @@ class Runner:
         return int(found.tokens[0]), float(found.logprobs[0])
 
     def remove_non_finite(self) -> None:
-        """Clear what samples with non-finite numbers have left in the pages."""
+        """Clear what samples with non-finite numbers left in the pages."""
         self._cache.remove_non_finite()
 
     def set_version(self, version: int) -> None:
@@ -434,7 +434,9 @@ class UnsupportedModel(EngineError, ValueError):
     """The native engine cannot run this architecture. Another engine may."""
 
     def __init__(self, model: PreTrainedModel, reason: str) -> None:
-        super().__init__(f"{type(model).__name__}: the native engine cannot run it, as {reason}; use another engine")
+        super().__init__(
+            f"{type(model).__name__}: the native engine cannot run it, because {reason}; use another engine"
+        )
 
 
 def check_supported(model: PreTrainedModel) -> None:
@@ -443,7 +445,7 @@ def check_supported(model: PreTrainedModel) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(model, "it is an encoder-decoder")
     if not model._can_compile_fullgraph or not model._supports_attention_backend:
-        raise UnsupportedModel(model, "it does not support a static KV cache with an attention of the caller's")
+        raise UnsupportedModel(model, "it does not support a static KV cache with the caller's attention")
     kinds = sorted(_layer_kinds(config) - {FULL_ATTENTION})
     if kinds:
         raise UnsupportedModel(model, f"it has layers of the kind {', '.join(kinds)}")

@@ -127,7 +127,7 @@ def argument_names() -> frozenset[str]:
 
 
 def engine_config(arguments: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Let vLLM check an engine's arguments: `AsyncEngineArgs` and the configuration made of them. Raises what it
+    """Let vLLM check an engine's arguments: `AsyncEngineArgs` and the configuration made from them. Raises what it
     refuses. `given`: the user's arguments."""
     from vllm import AsyncEngineArgs
 

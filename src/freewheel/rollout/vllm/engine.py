@@ -403,7 +403,7 @@ class VllmFactory(EngineFactory):
         connect: Callable[..., Any]
         if options.urls is None:
             arguments = _check_arguments(settings, model_config)
-            log.info("vLLM loads and compiles %s now; it is silent until that is done, a minute or more", path)
+            log.info("vLLM loads and compiles %s now: a minute or more without output", path)
             connect = partial(api.Llm, api.start(arguments, options.vllm), seeded=settings.device == "cpu")
         else:
             connect = partial(RemoteLlm, _check_server(settings, model_config, options.urls[settings.replica]))
@@ -431,7 +431,7 @@ class VllmFactory(EngineFactory):
     def start_note(self, options: RolloutOptions) -> str | None:
         if options.urls is not None:
             return None
-        return "vLLM loads and compiles the model first, and is silent meanwhile: a minute or more"
+        return "vLLM loads and compiles the model first: a minute or more without output"
 
     def estimate_memory(
         self, options: RolloutOptions, needed: Mapping[str, int], gpu: GpuShare | None

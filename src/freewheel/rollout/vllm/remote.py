@@ -216,4 +216,4 @@ class RemoteLlm:
         self.is_dead = True
         if self._session is not None:
             await self._session.close()
-            await asyncio.sleep(0)  # let its connections notice
+            await asyncio.sleep(0)  # let its connections close

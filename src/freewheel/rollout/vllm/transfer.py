@@ -27,7 +27,7 @@ from freewheel.sync.weights import BUCKET_BYTES, SUM_BITS, AnyWeights, Entry, We
 from freewheel.utils.files import open_private
 
 WORKER_EXTENSION = "freewheel.rollout.vllm.worker.WorkerExtension"
-"""For vLLM's `worker_extension_cls`."""
+"""The value of vLLM's `worker_extension_cls`."""
 ROLLOUTER = "FREEWHEEL_ROLLOUTER"
 """Variable with the rollouter's process number: vLLM's workers end when that process does."""
 BACKENDS = {"object_store": "freewheel_shm", "ipc": "freewheel_ipc", "nccl": "freewheel_nccl"}

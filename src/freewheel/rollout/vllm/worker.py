@@ -160,11 +160,11 @@ class Update(WeightTransferUpdateInfo):  # type: ignore[misc]
     part: int
     parts: int
     path: str = ""
-    """A file."""
+    """The file that holds the bucket."""
     handle: dict[str, Any] | None = None
-    """Another process's GPU memory."""
+    """A handle to another process's GPU memory that holds the bucket."""
     owner: dict[str, Any] | None = None
-    """That process."""
+    """The process that owns this memory."""
 
     def views(self, buffer: Tensor) -> list[tuple[str, Tensor]]:
         contents = zip(self.names, self.dtype_names, self.shapes, self.starts, strict=True)

@@ -1,52 +1,53 @@
-// What the server is asked for, and what it says by itself.
+// Requests to the server, and the stream of changes it sends.
 
-export const AGAIN_MS = 3000; // after which what failed is tried again
+export const RETRY_MS = 3000; // delay before a failed request is retried
 
-export class Failed extends Error {}
+export class RequestError extends Error {}
 
 export async function get(path, params = {}) {
-  const asked = new URLSearchParams(Object.entries(params).filter(([, value]) => value !== null && value !== undefined && value !== ""));
-  const text = asked.toString();
+  const query = new URLSearchParams(Object.entries(params).filter(([, value]) => value !== null && value !== undefined && value !== "")).toString();
   let reply;
   try {
-    reply = await fetch(`/api${path}${text ? `?${text}` : ""}`, { headers: { Accept: "application/json" } });
+    reply = await fetch(`/api${path}${query ? `?${query}` : ""}`, { headers: { Accept: "application/json" } });
   } catch {
-    throw new Failed("The server does not answer: the run, or `freewheel dashboard`, has ended.");
+    throw new RequestError("The server does not respond. The run, or `freewheel dashboard`, has ended.");
   }
-  if (reply.status === 403) throw new Failed("This page's token is no longer known: open the address that was printed last.");
-  const found = await reply.json().catch(() => ({}));
-  if (!reply.ok) throw new Failed(found.error || `The server replied ${reply.status}.`);
-  return found;
+  if (reply.status === 403) throw new RequestError("This page's token is no longer valid. Open the most recently printed address.");
+  const data = await reply.json().catch(() => ({}));
+  if (!reply.ok) throw new RequestError(data.error || `The server replied with status ${reply.status}.`);
+  return data;
 }
 
 export const runPath = (id, rest = "") => `/runs/${encodeURIComponent(id)}${rest}`;
 
 /**
- * Follows a run from a cursor on. While nobody looks at the page nothing is asked for; the browser resumes after a break
- * with the id of the last change it saw. A reply that is an error ends that, and it is begun again. Returns what ends it.
+ * Follow the changes of a run, starting at a cursor. Returns a function that stops.
+ *
+ * Nothing is requested while the page is hidden. After a short break the browser resumes with the id of the last change it
+ * received. An error reply closes the stream; it is reopened after RETRY_MS.
  */
 export function follow(id, cursor, { change, reload, connected }) {
   let source = null;
-  let at = cursor;
-  let again;
+  let lastCursor = cursor;
+  let retryTimer;
   const open = () => {
-    source = new EventSource(`/api${runPath(id, "/events")}?cursor=${encodeURIComponent(at)}`);
-    for (const word of ["open", "alive"]) source.addEventListener(word, () => connected(true));
+    source = new EventSource(`/api${runPath(id, "/events")}?cursor=${encodeURIComponent(lastCursor)}`);
+    for (const name of ["open", "alive"]) source.addEventListener(name, () => connected(true));
     source.addEventListener("error", () => {
       connected(false);
       if (source?.readyState !== EventSource.CLOSED) return;
       close();
-      again = setTimeout(seen, AGAIN_MS);
+      retryTimer = setTimeout(openIfVisible, RETRY_MS);
     });
     source.addEventListener("change", (event) => {
-      at = event.lastEventId;
+      lastCursor = event.lastEventId;
       change(JSON.parse(event.data));
     });
     source.addEventListener("reload", () => { close(); reload(); });
   };
-  const close = () => { clearTimeout(again); source?.close(); source = null; };
-  const seen = () => { if (document.hidden) close(); else if (!source) open(); };
-  document.addEventListener("visibilitychange", seen);
-  seen();
-  return () => { document.removeEventListener("visibilitychange", seen); close(); };
+  const close = () => { clearTimeout(retryTimer); source?.close(); source = null; };
+  const openIfVisible = () => { if (document.hidden) close(); else if (!source) open(); };
+  document.addEventListener("visibilitychange", openIfVisible);
+  openIfVisible();
+  return () => { document.removeEventListener("visibilitychange", openIfVisible); close(); };
 }

@@ -1,5 +1,5 @@
-// A line chart on a canvas: any number of curves, each with points of its own; crosshair, zoom, keyboard, and words for
-// who does not see it. Data: {name: {x: [...], y: [...]}}, ascending in x.
+// A line chart on a canvas. Each curve has its own points. Supports a crosshair, zoom, the keyboard, and text for screen
+// readers. Data: {name: {x: [...], y: [...]}}, ascending in x.
 
 import { colour, h } from "./dom.js";
 import { number, short } from "./format.js";
@@ -10,34 +10,34 @@ const TOP = 10;
 const BOTTOM = 24;
 const NEAREST_PX = 28;
 const SMOOTH_SHARE = 0.03;
-const MOST_DOTS = 120; // points of a curve that are marked one by one; more of them are a line
+const MAX_DOTS = 120; // a curve with more points is drawn without a dot per point
 
-/** Round steps between ticks: 1, 2 or 5 times a power of ten. */
+/** Tick values at round steps: 1, 2 or 5 times a power of ten. */
 export function ticks(low, high, wanted) {
   const span = high - low;
   if (!(span > 0)) return [low];
   const raw = span / Math.max(1, wanted);
   const power = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 5, 10].map((one) => one * power).find((one) => one >= raw);
-  const found = [];
-  for (let at = Math.ceil(low / step - 1e-9) * step; at <= high + step * 1e-9; at += step) found.push(Math.abs(at) < step * 1e-9 ? 0 : at);
-  return found;
+  const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= raw);
+  const values = [];
+  for (let value = Math.ceil(low / step - 1e-9) * step; value <= high + step * 1e-9; value += step) values.push(Math.abs(value) < step * 1e-9 ? 0 : value);
+  return values;
 }
 
-const TIMES = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400];
+const TIME_STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400];
 
-/** The same for seconds: above one, whole parts of minutes, hours and days. */
+/** Tick values for seconds: above one second, steps that divide minutes, hours and days evenly. */
 export function timeTicks(low, high, wanted) {
   const raw = (high - low) / Math.max(1, wanted);
-  const step = raw <= 1 ? 0 : TIMES.find((one) => one >= raw) ?? Math.ceil(raw / 86400) * 86400;
+  const step = raw <= 1 ? 0 : TIME_STEPS.find((size) => size >= raw) ?? Math.ceil(raw / 86400) * 86400;
   if (!step) return ticks(low, high, wanted);
-  const found = [];
-  for (let at = Math.ceil(low / step) * step; at <= high; at += step) found.push(at);
-  return found;
+  const values = [];
+  for (let value = Math.ceil(low / step) * step; value <= high; value += step) values.push(value);
+  return values;
 }
 
 /** The index of the point nearest to x. */
-function nearest(xs, x) {
+function nearestIndex(xs, x) {
   let low = 0;
   let high = xs.length - 1;
   while (high - low > 1) {
@@ -47,40 +47,40 @@ function nearest(xs, x) {
   return x - xs[low] <= xs[high] - x ? low : high;
 }
 
-/** The mean of as many neighbours on either side: it does not lag, and begins and ends where the curve does. */
-function smoothed(ys) {
-  const most = Math.max(1, Math.round(ys.length * SMOOTH_SHARE));
+/** A centred moving average. The window shrinks at the ends, so the result does not lag and keeps the end points. */
+function movingAverage(ys) {
+  const widest = Math.max(1, Math.round(ys.length * SMOOTH_SHARE));
   const sums = [0];
   for (const y of ys) sums.push(sums[sums.length - 1] + y);
-  return ys.map((_, at) => {
-    const half = Math.min(most, at, ys.length - 1 - at);
-    return (sums[at + half + 1] - sums[at - half]) / (2 * half + 1);
+  return ys.map((_, index) => {
+    const half = Math.min(widest, index, ys.length - 1 - index);
+    return (sums[index + half + 1] - sums[index - half]) / (2 * half + 1);
   });
 }
 
 export class LineChart {
   /**
-   * curves: [{name, label, colour, smooth, points, fill, band}]; band: the name of a curve with the error of this one.
-   * x, y: {format, label, low, high}; zoomed(from, to): finer data is wanted, or null for all.
+   * `curves`: a list of {name, label, colour, smooth, points, fill, thin, band}; `band` names the data with the curve's errors.
+   * `x`, `y`: {format, label, low, high}. `onZoom(from, to)` is called to fetch finer data; `from` is null after a reset.
    */
-  constructor({ title, curves, height = 220, x = {}, y = {}, zoomed = null, legend = true }) {
+  constructor({ title, curves, height = 220, x = {}, y = {}, onZoom = null, legend = true }) {
     this.hasLegend = legend && curves.length > 1;
     this.title = title;
     this.curves = curves;
     this.x = { format: short, label: "step", ...x };
     this.y = { format: short, ...y };
     this.height = height;
-    this.zoomed = zoomed;
+    this.onZoom = onZoom;
     this.data = {};
     this.hiddenCurves = new Set();
     this.range = null;
-    this.cross = null;
+    this.crosshair = null;
     this.canvas = h("canvas", { tabindex: "0", role: "img", "aria-label": title });
     this.tip = h("div", { class: "tip", "aria-hidden": "true" });
-    this.said = h("span", { class: "hidden", "aria-live": "polite" });
+    this.announcement = h("span", { class: "hidden", "aria-live": "polite" });
     this.legend = h("div", { class: "legend" });
-    this.element = h("figure", {}, h("div", { class: "chart" }, this.canvas, this.tip), this.said, this.legend);
-    this.listen();
+    this.element = h("figure", {}, h("div", { class: "chart" }, this.canvas, this.tip), this.announcement, this.legend);
+    this.addListeners();
     this.observer = new ResizeObserver(() => this.draw());
     this.observer.observe(this.canvas);
     this.onTheme = () => { this.drawLegend(); this.draw(); };
@@ -93,66 +93,66 @@ export class LineChart {
     document.removeEventListener("theme", this.onTheme);
   }
 
-  set(data) {
+  setData(data) {
     this.data = data || {};
-    this.label();
-    this.schedule();
+    this.updateLabel();
+    this.scheduleDraw();
   }
 
-  schedule() {
-    if (this.asked) return;
-    this.asked = true;
-    requestAnimationFrame(() => { this.asked = false; this.draw(); });
+  scheduleDraw() {
+    if (this.drawScheduled) return;
+    this.drawScheduled = true;
+    requestAnimationFrame(() => { this.drawScheduled = false; this.draw(); });
   }
 
-  shown() {
-    return this.curves.filter((one) => !this.hiddenCurves.has(one.name) && this.data[one.name]?.x.length);
+  visibleCurves() {
+    return this.curves.filter((curve) => !this.hiddenCurves.has(curve.name) && this.data[curve.name]?.x.length);
   }
 
-  /** Of a curve with a band: its errors, point by point. */
-  errors(one) {
-    const found = this.data[one.band]?.y;
-    return found?.length === this.data[one.name].x.length ? found : null;
+  /** The error of each point, for a curve with a band. */
+  errorsOf(curve) {
+    const errors = this.data[curve.band]?.y;
+    return errors?.length === this.data[curve.name].x.length ? errors : null;
   }
 
-  label() {
-    const told = this.curves.filter((one) => this.data[one.name]?.x.length).map((one) => {
-      const { x, y } = this.data[one.name];
-      return `${one.label} from ${number(y[0])} at ${this.x.format(x[0])} to ${number(y[y.length - 1])} at ${this.x.format(x[x.length - 1])}`;
+  updateLabel() {
+    const descriptions = this.curves.filter((curve) => this.data[curve.name]?.x.length).map((curve) => {
+      const { x, y } = this.data[curve.name];
+      return `${curve.label} from ${number(y[0])} at ${this.x.format(x[0])} to ${number(y[y.length - 1])} at ${this.x.format(x[x.length - 1])}`;
     });
-    this.canvas.setAttribute("aria-label", `${this.title}: ${told.join("; ") || "nothing recorded"}`);
+    this.canvas.setAttribute("aria-label", `${this.title}: ${descriptions.join("; ") || "no data"}`);
   }
 
   drawLegend() {
     if (!this.hasLegend) return;
-    this.legend.replaceChildren(...this.curves.map((one) => h("button", {
-      type: "button", "aria-pressed": String(!this.hiddenCurves.has(one.name)),
+    this.legend.replaceChildren(...this.curves.map((curve) => h("button", {
+      type: "button", "aria-pressed": String(!this.hiddenCurves.has(curve.name)),
       onclick: () => {
-        if (!this.hiddenCurves.delete(one.name)) this.hiddenCurves.add(one.name);
+        if (!this.hiddenCurves.delete(curve.name)) this.hiddenCurves.add(curve.name);
         this.drawLegend();
         this.draw();
       },
-    }, h("i", { class: "swatch", style: { background: colour(one.colour) } }), one.label)));
+    }, h("i", { class: "swatch", style: { background: colour(curve.colour) } }), curve.label)));
   }
 
   // -- geometry ---------------------------------------------------------------------------------------------------
 
   extent() {
     let [xLow, xHigh, yLow, yHigh] = [Infinity, -Infinity, Infinity, -Infinity];
-    for (const one of this.shown()) {
-      const { x } = this.data[one.name];
+    for (const curve of this.visibleCurves()) {
+      const { x } = this.data[curve.name];
       xLow = Math.min(xLow, x[0]);
       xHigh = Math.max(xHigh, x[x.length - 1]);
     }
     if (this.range) [xLow, xHigh] = this.range;
-    for (const one of this.shown()) {
-      const { x, y } = this.data[one.name];
-      const error = this.errors(one);
-      for (let at = 0; at < x.length; at += 1) {
-        if (x[at] < xLow || x[at] > xHigh) continue;
-        const by = error?.[at] || 0;
-        yLow = Math.min(yLow, y[at] - by);
-        yHigh = Math.max(yHigh, y[at] + by);
+    for (const curve of this.visibleCurves()) {
+      const { x, y } = this.data[curve.name];
+      const errors = this.errorsOf(curve);
+      for (let index = 0; index < x.length; index += 1) {
+        if (x[index] < xLow || x[index] > xHigh) continue;
+        const error = errors?.[index] || 0;
+        yLow = Math.min(yLow, y[index] - error);
+        yHigh = Math.max(yHigh, y[index] + error);
       }
     }
     if (this.y.low !== undefined) yLow = Math.min(yLow, this.y.low);
@@ -160,8 +160,8 @@ export class LineChart {
     if (xHigh <= xLow) { xLow -= 1; xHigh += 1; }
     if (!Number.isFinite(yLow)) { yLow = 0; yHigh = 1; }
     if (yHigh - yLow < Math.abs(yHigh) * 1e-9 + 1e-12) { yLow -= Math.abs(yLow) * 0.1 + 0.1; yHigh += Math.abs(yHigh) * 0.1 + 0.1; }
-    const room = (yHigh - yLow) * 0.06;
-    return { xLow, xHigh, yLow: yLow === this.y.low ? yLow : yLow - room, yHigh: yHigh === this.y.high ? yHigh : yHigh + room };
+    const margin = (yHigh - yLow) * 0.06;
+    return { xLow, xHigh, yLow: yLow === this.y.low ? yLow : yLow - margin, yHigh: yHigh === this.y.high ? yHigh : yHigh + margin };
   }
 
   toX(x) { return LEFT + ((x - this.box.xLow) / (this.box.xHigh - this.box.xLow)) * (this.width - LEFT - RIGHT); }
@@ -182,195 +182,195 @@ export class LineChart {
       this.canvas.width = Math.round(width * ratio);
       this.canvas.height = Math.round(this.height * ratio);
     }
-    const pen = this.canvas.getContext("2d");
-    pen.setTransform(ratio, 0, 0, ratio, 0, 0);
-    pen.clearRect(0, 0, width, this.height);
+    const context = this.canvas.getContext("2d");
+    context.setTransform(ratio, 0, 0, ratio, 0, 0);
+    context.clearRect(0, 0, width, this.height);
     this.box = this.extent();
-    this.drawAxes(pen);
-    pen.save();
-    pen.beginPath();
-    pen.rect(LEFT, TOP - 2, width - LEFT - RIGHT, this.height - TOP - BOTTOM + 4);
-    pen.clip();
-    for (const one of this.shown()) this.drawCurve(pen, one);
-    pen.restore();
-    if (this.dragged) {
-      pen.fillStyle = colour("accent-soft");
-      pen.fillRect(Math.min(...this.dragged), TOP, Math.abs(this.dragged[1] - this.dragged[0]), this.height - TOP - BOTTOM);
+    this.drawAxes(context);
+    context.save();
+    context.beginPath();
+    context.rect(LEFT, TOP - 2, width - LEFT - RIGHT, this.height - TOP - BOTTOM + 4);
+    context.clip();
+    for (const curve of this.visibleCurves()) this.drawCurve(context, curve);
+    context.restore();
+    if (this.dragRange) {
+      context.fillStyle = colour("accent-soft");
+      context.fillRect(Math.min(...this.dragRange), TOP, Math.abs(this.dragRange[1] - this.dragRange[0]), this.height - TOP - BOTTOM);
     }
-    this.drawCross(pen);
+    this.drawCrosshair(context);
   }
 
-  drawAxes(pen) {
-    pen.font = `11px ${getComputedStyle(document.body).fontFamily}`;
-    pen.lineWidth = 1;
-    pen.fillStyle = colour("muted");
-    pen.strokeStyle = colour("line");
-    pen.textBaseline = "middle";
-    pen.textAlign = "right";
+  drawAxes(context) {
+    context.font = `11px ${getComputedStyle(document.body).fontFamily}`;
+    context.lineWidth = 1;
+    context.fillStyle = colour("muted");
+    context.strokeStyle = colour("line");
+    context.textBaseline = "middle";
+    context.textAlign = "right";
     for (const y of ticks(this.box.yLow, this.box.yHigh, Math.max(2, this.height / 48))) {
       const at = Math.round(this.toY(y)) + 0.5;
-      pen.beginPath();
-      pen.moveTo(LEFT, at);
-      pen.lineTo(this.width - RIGHT, at);
-      pen.stroke();
-      pen.fillText(this.y.format(y), LEFT - 8, at);
+      context.beginPath();
+      context.moveTo(LEFT, at);
+      context.lineTo(this.width - RIGHT, at);
+      context.stroke();
+      context.fillText(this.y.format(y), LEFT - 8, at);
     }
-    pen.textBaseline = "alphabetic";
-    pen.textAlign = "center";
+    context.textBaseline = "alphabetic";
+    context.textAlign = "center";
     const wanted = Math.max(2, (this.width - LEFT) / 72);
-    const places = this.x.label === "time" ? timeTicks : ticks;
-    for (const x of places(this.box.xLow, this.box.xHigh, wanted)) {
+    const buildTicks = this.x.label === "time" ? timeTicks : ticks;
+    for (const x of buildTicks(this.box.xLow, this.box.xHigh, wanted)) {
       if (this.x.label === "step" && !Number.isInteger(x)) continue;
       const at = this.toX(x);
       if (at < LEFT - 1 || at > this.width - RIGHT + 1) continue;
-      pen.textAlign = at > this.width - RIGHT - 16 ? "right" : at < LEFT + 10 ? "left" : "center";
-      pen.fillText(this.x.format(x), at, this.height - 6);
+      context.textAlign = at > this.width - RIGHT - 16 ? "right" : at < LEFT + 10 ? "left" : "center";
+      context.fillText(this.x.format(x), at, this.height - 6);
     }
   }
 
-  drawCurve(pen, one) {
-    const { x, y } = this.data[one.name];
-    const ink = colour(one.colour);
-    const many = x.length > MOST_DOTS;
-    const error = many ? null : this.errors(one);
+  drawCurve(context, curve) {
+    const { x, y } = this.data[curve.name];
+    const lineColour = colour(curve.colour);
+    const many = x.length > MAX_DOTS;
+    const errors = many ? null : this.errorsOf(curve);
     const trace = (ys) => {
-      pen.beginPath();
-      for (let at = 0; at < x.length; at += 1) pen[at ? "lineTo" : "moveTo"](this.toX(x[at]), this.toY(ys[at]));
+      context.beginPath();
+      for (let index = 0; index < x.length; index += 1) context[index ? "lineTo" : "moveTo"](this.toX(x[index]), this.toY(ys[index]));
     };
-    if (error) {
-      pen.beginPath();
-      x.forEach((at, index) => pen[index ? "lineTo" : "moveTo"](this.toX(at), this.toY(y[index] + (error[index] || 0))));
-      for (let index = x.length - 1; index >= 0; index -= 1) pen.lineTo(this.toX(x[index]), this.toY(y[index] - (error[index] || 0)));
-      pen.globalAlpha = 0.14;
-      pen.fillStyle = ink;
-      pen.fill();
-      pen.globalAlpha = 1;
+    if (errors) {
+      context.beginPath();
+      x.forEach((value, index) => context[index ? "lineTo" : "moveTo"](this.toX(value), this.toY(y[index] + (errors[index] || 0))));
+      for (let index = x.length - 1; index >= 0; index -= 1) context.lineTo(this.toX(x[index]), this.toY(y[index] - (errors[index] || 0)));
+      context.globalAlpha = 0.14;
+      context.fillStyle = lineColour;
+      context.fill();
+      context.globalAlpha = 1;
     }
-    pen.lineJoin = "round";
-    pen.strokeStyle = ink;
-    const smooth = one.smooth && x.length > 12;
-    if (one.fill && !smooth) {
+    context.lineJoin = "round";
+    context.strokeStyle = lineColour;
+    const smooth = curve.smooth && x.length > 12;
+    if (curve.fill && !smooth) {
       trace(y);
-      pen.lineTo(this.toX(x[x.length - 1]), this.height - BOTTOM);
-      pen.lineTo(this.toX(x[0]), this.height - BOTTOM);
-      pen.globalAlpha = 0.09;
-      pen.fillStyle = ink;
-      pen.fill();
-      pen.globalAlpha = 1;
+      context.lineTo(this.toX(x[x.length - 1]), this.height - BOTTOM);
+      context.lineTo(this.toX(x[0]), this.height - BOTTOM);
+      context.globalAlpha = 0.09;
+      context.fillStyle = lineColour;
+      context.fill();
+      context.globalAlpha = 1;
     }
     if (smooth) {
-      pen.globalAlpha = many ? 0.16 : 0.28;
-      pen.lineWidth = 1;
+      context.globalAlpha = many ? 0.16 : 0.28;
+      context.lineWidth = 1;
       trace(y);
-      pen.stroke();
-      pen.globalAlpha = 1;
+      context.stroke();
+      context.globalAlpha = 1;
     }
-    pen.lineWidth = one.thin ? 1.2 : 1.75;
-    trace(smooth ? smoothed(y) : y);
-    pen.stroke();
-    if ((one.points && !many) || x.length === 1) {
-      pen.fillStyle = ink;
-      for (let at = 0; at < x.length; at += 1) {
-        pen.beginPath();
-        pen.arc(this.toX(x[at]), this.toY(y[at]), 2.6, 0, 7);
-        pen.fill();
+    context.lineWidth = curve.thin ? 1.2 : 1.75;
+    trace(smooth ? movingAverage(y) : y);
+    context.stroke();
+    if ((curve.points && !many) || x.length === 1) {
+      context.fillStyle = lineColour;
+      for (let index = 0; index < x.length; index += 1) {
+        context.beginPath();
+        context.arc(this.toX(x[index]), this.toY(y[index]), 2.6, 0, 7);
+        context.fill();
       }
     }
   }
 
-  drawCross(pen) {
-    const told = this.cross === null ? [] : this.at(this.cross);
-    this.tip.classList.toggle("on", told.length > 0);
-    if (!told.length) return;
-    const px = this.toX(told[0].x);
-    pen.strokeStyle = colour("line-strong");
-    pen.lineWidth = 1;
-    pen.beginPath();
-    pen.moveTo(Math.round(px) + 0.5, TOP);
-    pen.lineTo(Math.round(px) + 0.5, this.height - BOTTOM);
-    pen.stroke();
-    for (const { curve, x, y } of told) {
-      pen.beginPath();
-      pen.arc(this.toX(x), this.toY(y), 3.5, 0, 7);
-      pen.fillStyle = colour(curve.colour);
-      pen.fill();
-      pen.strokeStyle = colour("panel");
-      pen.lineWidth = 1.5;
-      pen.stroke();
+  drawCrosshair(context) {
+    const points = this.crosshair === null ? [] : this.pointsNear(this.crosshair);
+    this.tip.classList.toggle("on", points.length > 0);
+    if (!points.length) return;
+    const px = this.toX(points[0].x);
+    context.strokeStyle = colour("line-strong");
+    context.lineWidth = 1;
+    context.beginPath();
+    context.moveTo(Math.round(px) + 0.5, TOP);
+    context.lineTo(Math.round(px) + 0.5, this.height - BOTTOM);
+    context.stroke();
+    for (const { curve, x, y } of points) {
+      context.beginPath();
+      context.arc(this.toX(x), this.toY(y), 3.5, 0, 7);
+      context.fillStyle = colour(curve.colour);
+      context.fill();
+      context.strokeStyle = colour("panel");
+      context.lineWidth = 1.5;
+      context.stroke();
     }
-    const head = this.x.label === "step" ? `step ${this.x.format(told[0].x)}` : this.x.format(told[0].x);
-    this.tip.replaceChildren(h("b", {}, head), ...told.map(({ curve, y, error }) => h("div", {},
+    const head = this.x.label === "step" ? `step ${this.x.format(points[0].x)}` : this.x.format(points[0].x);
+    this.tip.replaceChildren(h("b", {}, head), ...points.map(({ curve, y, error }) => h("div", {},
       h("i", { class: "swatch", style: { background: colour(curve.colour) } }), h("span", {}, curve.label),
       h("span", {}, number(y) + (error ? ` ± ${number(error)}` : "")))));
-    const over = px + this.tip.offsetWidth + 24 > this.width;
-    this.tip.style.transform = `translate(${over ? px - this.tip.offsetWidth - 12 : px + 12}px, ${TOP + 4}px)`;
+    const overflows = px + this.tip.offsetWidth + 24 > this.width;
+    this.tip.style.transform = `translate(${overflows ? px - this.tip.offsetWidth - 12 : px + 12}px, ${TOP + 4}px)`;
   }
 
-  /** Of each curve, its point near x; those that have none there are left out. */
-  at(x) {
-    const found = [];
-    for (const curve of this.shown()) {
+  /** The point of each curve near x. Curves without a point nearby are left out. */
+  pointsNear(x) {
+    const points = [];
+    for (const curve of this.visibleCurves()) {
       const { x: xs, y: ys } = this.data[curve.name];
-      const index = nearest(xs, x);
-      if (this.box && Math.abs(this.toX(xs[index]) - this.toX(x)) > NEAREST_PX && curve !== this.leading()) continue;
-      found.push({ curve, x: xs[index], y: ys[index], error: this.errors(curve)?.[index] });
+      const index = nearestIndex(xs, x);
+      if (this.box && Math.abs(this.toX(xs[index]) - this.toX(x)) > NEAREST_PX && curve !== this.densestCurve()) continue;
+      points.push({ curve, x: xs[index], y: ys[index], error: this.errorsOf(curve)?.[index] });
     }
-    return found;
+    return points;
   }
 
-  /** The curve with the most points: the crosshair goes by it. */
-  leading() {
-    return this.shown().reduce((best, one) => (!best || this.data[one.name].x.length > this.data[best.name].x.length ? one : best), null);
+  /** The curve with the most points. The crosshair follows its points. */
+  densestCurve() {
+    return this.visibleCurves().reduce((best, curve) => (!best || this.data[curve.name].x.length > this.data[best.name].x.length ? curve : best), null);
   }
 
-  // -- hands ------------------------------------------------------------------------------------------------------
+  // -- input ------------------------------------------------------------------------------------------------------
 
-  listen() {
-    const place = (event) => event.clientX - this.canvas.getBoundingClientRect().left;
+  addListeners() {
+    const offset = (event) => event.clientX - this.canvas.getBoundingClientRect().left;
     this.canvas.addEventListener("pointermove", (event) => {
-      if (!this.box || !this.shown().length) return;
-      const px = place(event);
-      if (this.pressed !== undefined && Math.abs(px - this.pressed) > 4) this.dragged = [this.pressed, px];
-      this.cross = this.fromX(Math.min(Math.max(px, LEFT), this.width - RIGHT));
+      if (!this.box || !this.visibleCurves().length) return;
+      const px = offset(event);
+      if (this.pressedAt !== undefined && Math.abs(px - this.pressedAt) > 4) this.dragRange = [this.pressedAt, px];
+      this.crosshair = this.fromX(Math.min(Math.max(px, LEFT), this.width - RIGHT));
       this.draw();
     });
-    this.canvas.addEventListener("pointerleave", () => { this.cross = null; if (this.pressed === undefined) this.draw(); });
+    this.canvas.addEventListener("pointerleave", () => { this.crosshair = null; if (this.pressedAt === undefined) this.draw(); });
     this.canvas.addEventListener("pointerdown", (event) => {
       if (event.pointerType === "touch" || event.button !== 0 || !this.box) return;
-      this.pressed = place(event);
+      this.pressedAt = offset(event);
       this.canvas.setPointerCapture(event.pointerId);
     });
     this.canvas.addEventListener("pointerup", () => {
-      const dragged = this.dragged;
-      this.pressed = undefined;
-      this.dragged = null;
-      if (dragged && Math.abs(dragged[1] - dragged[0]) > 8) this.zoom(this.fromX(Math.min(...dragged)), this.fromX(Math.max(...dragged)));
+      const range = this.dragRange;
+      this.pressedAt = undefined;
+      this.dragRange = null;
+      if (range && Math.abs(range[1] - range[0]) > 8) this.zoom(this.fromX(Math.min(...range)), this.fromX(Math.max(...range)));
       else this.draw();
     });
     this.canvas.addEventListener("dblclick", () => this.zoom(null));
-    this.canvas.addEventListener("blur", () => { this.cross = null; this.draw(); });
-    this.canvas.addEventListener("keydown", (event) => this.key(event));
+    this.canvas.addEventListener("blur", () => { this.crosshair = null; this.draw(); });
+    this.canvas.addEventListener("keydown", (event) => this.handleKey(event));
   }
 
-  key(event) {
-    const leading = this.leading();
-    if (!leading) return;
-    const { x } = this.data[leading.name];
+  handleKey(event) {
+    const densest = this.densestCurve();
+    if (!densest) return;
+    const { x } = this.data[densest.name];
     const last = x.length - 1;
-    const at = this.cross === null ? last : nearest(x, this.cross);
-    const next = { ArrowLeft: Math.max(0, at - 1), ArrowRight: Math.min(last, at + 1), Home: 0, End: last }[event.key];
+    const index = this.crosshair === null ? last : nearestIndex(x, this.crosshair);
+    const next = { ArrowLeft: Math.max(0, index - 1), ArrowRight: Math.min(last, index + 1), Home: 0, End: last }[event.key];
     if (event.key === "Escape") this.zoom(null);
     else if (next === undefined) return;
-    else this.cross = x[next];
+    else this.crosshair = x[next];
     event.preventDefault();
     event.stopPropagation();
     this.draw();
-    if (this.cross !== null) this.said.textContent = `${this.x.label} ${this.x.format(this.cross)}: ${this.at(this.cross).map((one) => `${one.curve.label} ${number(one.y)}`).join(", ")}`;
+    if (this.crosshair !== null) this.announcement.textContent = `${this.x.label} ${this.x.format(this.crosshair)}: ${this.pointsNear(this.crosshair).map((point) => `${point.curve.label} ${number(point.y)}`).join(", ")}`;
   }
 
   zoom(from, to) {
     this.range = from === null ? null : [from, to];
-    if (this.zoomed) this.zoomed(from, to);
+    if (this.onZoom) this.onZoom(from, to);
     this.draw();
   }
 }

@@ -1,4 +1,4 @@
-// Numbers, times and shares in words: short, and the same everywhere.
+// Short, consistent text for numbers, times and shares.
 
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 
@@ -16,7 +16,7 @@ export function number(value, digits = 3) {
 
 export const count = (value) => (value === null || value === undefined ? NONE : whole.format(Math.round(value)));
 
-/** 1,234 → 1.2k: for axes, and where room is short. */
+/** 12,345 → 12.3k, for axes and narrow places. */
 export function short(value) {
   const size = Math.abs(value);
   if (size >= 1e9) return `${trim(value / 1e9)}G`;
@@ -32,13 +32,13 @@ export const share = (value, digits = 0) => (value === null || value === undefin
 export function bytes(value) {
   if (value === null || value === undefined) return NONE;
   const units = ["B", "kB", "MB", "GB", "TB"];
-  let at = 0;
-  let left = value;
-  while (left >= 1000 && at < units.length - 1) { left /= 1000; at += 1; }
-  return `${left >= 100 || at === 0 ? left.toFixed(0) : left.toFixed(1)} ${units[at]}`;
+  let unit = 0;
+  let scaled = value;
+  while (scaled >= 1000 && unit < units.length - 1) { scaled /= 1000; unit += 1; }
+  return `${scaled >= 100 || unit === 0 ? scaled.toFixed(0) : scaled.toFixed(1)} ${units[unit]}`;
 }
 
-/** As exact as one needs it: 8 ms, 1.4 s, 2 min 05 s, 3 h 20 min. */
+/** A duration with sensible precision: 8 ms, 1.4 s, 2 min 05 s, 3 h 20 min. */
 export function duration(seconds) {
   if (seconds === null || seconds === undefined || !Number.isFinite(seconds)) return NONE;
   const size = Math.max(0, seconds);
@@ -53,7 +53,7 @@ export function duration(seconds) {
   return `${Math.floor(hours / 24)} d ${hours % 24} h`;
 }
 
-/** Of an axis of elapsed time. */
+/** A tick label on an axis of elapsed time. */
 export function elapsed(seconds) {
   const size = Math.abs(seconds);
   if (size < 1) return `${number(seconds)} s`;
@@ -63,8 +63,8 @@ export function elapsed(seconds) {
   return `${number(Math.round(seconds / 360) / 10)} h`;
 }
 
-/** A place in a time that is looked at closely: 2:05, 1:02:05, and parts of a second where they are told apart. */
-export function place(seconds, span) {
+/** A position on a timeline: 2:05, 1:02:05. The shorter the visible span, the more decimals of a second. */
+export function timestamp(seconds, span) {
   const digits = span < 0.05 ? 4 : span < 0.5 ? 3 : span < 8 ? 1 : 0;
   const parts = [Math.floor(seconds / 3600), Math.floor(seconds / 60) % 60, (seconds % 60).toFixed(digits)];
   if (seconds < 60) return `${parts[2]} s`;
@@ -73,30 +73,30 @@ export function place(seconds, span) {
 }
 
 export const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString("en-GB");
-export const moment = (seconds) => new Date(seconds * 1000).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "medium" });
+export const dateTime = (seconds) => new Date(seconds * 1000).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "medium" });
 
 export function ago(seconds, now = Date.now() / 1000) {
   const passed = now - seconds;
   return passed < 5 ? "just now" : `${duration(passed).replace(/ \d\d s$/, "")} ago`;
 }
 
-/** A name that is too long for its place keeps its end, in which names of runs differ. */
-export const ending = (name, most) => (name.length <= most ? name : `…${name.slice(1 - most)}`);
+/** Shorten a long name from the start, because names of runs differ at the end. */
+export const truncateStart = (name, maxChars) => (name.length <= maxChars ? name : `…${name.slice(1 - maxChars)}`);
 
-export const plural = (count_, word) => `${count(count_)} ${word}${count_ === 1 ? "" : "s"}`;
+export const plural = (value, word) => `${count(value)} ${word}${value === 1 ? "" : "s"}`;
 
-/** wait_batch → wait for a batch: what spans are called on the page. */
+/** Names of spans on the page: wait_batch → wait for a batch. */
 const SPANS = {
   train: "train", wait_batch: "wait for a batch", pack: "pack weights", save: "save", generate: "generate",
   wait_reward: "wait for rewards", wait_room: "held back", load_weights: "load weights", evaluate: "evaluate",
-  sync: "sync", load: "load", drain: "let all end first", response: "response", score: "score", store: "store", ready: "ready",
+  sync: "sync", load: "load", drain: "finish running work", response: "response", score: "score", store: "store", ready: "ready",
 };
 export function spanName(name) {
-  const [first, ...rest] = name.split(" "); // a track of its own has its name behind: load rollouter-0
+  const [first, ...rest] = name.split(" "); // a span on its own track is followed by the track's name: load rollouter-0
   return [SPANS[first] || first.replaceAll("_", " "), ...rest].join(" ");
 }
 
-/** Each has a colour of its own in the theme; those that it does not know share one. */
+/** Each known span has its own colour in the theme; unknown spans share one. */
 export function spanColour(name) {
   const [first] = name.split(" ");
   return Object.hasOwn(SPANS, first) ? `span-${first}` : "c6";

@@ -1,80 +1,80 @@
-// What each part did and waited for, and what became of each group.
+// What each component did and waited for over time, and the phases of each group.
 
 import { legend } from "../bars.js";
-import { empty, h, orWords, panel } from "../dom.js";
-import { count, place, spanColour, spanName } from "../format.js";
+import { bodyOrMessage, emptyState, h, panel } from "../dom.js";
+import { count, spanColour, spanName, timestamp } from "../format.js";
 import { Gantt } from "../gantt.js";
 
 export const title = "Timeline";
 
-const FOLLOW_MS = 2000; // between two looks at a run that goes on
-const RECENT_S = 20; // of a long run, what is shown first
+const FOLLOW_MS = 2000; // how often a live run is polled
+const RECENT_S = 20; // of a long run, the last part is shown first
 
 export function mount(root, app) {
-  const gantt = new Gantt({ moved: fill, picked: (ordinal) => app.open("ledger", String(ordinal)) });
-  const words = h("span", { class: "muted num" });
-  const recent = h("button", { type: "button", class: "button", "aria-pressed": "false", onclick: () => { following = !following; press(); if (following) fill(); } }, "Follow");
-  const button = (label, text, act) => h("button", { type: "button", class: "button", "aria-label": label, title: label, onclick: () => { following = false; press(); act(); } }, text);
+  const gantt = new Gantt({ onMove: refresh, onPick: (ordinal) => app.open("ledger", String(ordinal)) });
+  const summary = h("span", { class: "muted num" });
+  const followButton = h("button", { type: "button", class: "button", "aria-pressed": "false", onclick: () => { following = !following; updateFollowButton(); if (following) refresh(); } }, "Follow");
+  const button = (label, text, act) => h("button", { type: "button", class: "button", "aria-label": label, title: label, onclick: () => { following = false; updateFollowButton(); act(); } }, text);
   const tools = h("div", { class: "toolbar" },
     button("Zoom in", "+", () => gantt.zoom(0.5)), button("Zoom out", "−", () => gantt.zoom(2)),
     button("Earlier", "←", () => gantt.move(-0.5)), button("Later", "→", () => gantt.move(0.5)),
-    button("All of it", "All", () => gantt.all()), recent, words);
-  const key = h("div", {});
-  const { body, words: instead, say } = orWords(tools, gantt.element, h("div", { class: "muted", style: { "margin-top": "10px", "font-size": "12.5px" } },
-    "Drag to move, double-click for all; the wheel zooms once the timeline has the focus (or with Ctrl). A group opens with a click."), key);
-  root.append(panel(null, {}, body, instead));
-  let gone = false;
+    button("Show everything", "All", () => gantt.showAll()), followButton, summary);
+  const legendBox = h("div", {});
+  const { body, message, showMessage } = bodyOrMessage(tools, gantt.element, h("div", { class: "muted", style: { "margin-top": "10px", "font-size": "12.5px" } },
+    "Drag to move. Double-click to show everything. The wheel zooms when the timeline has focus, or with Ctrl. Click a group to open it."), legendBox);
+  root.append(panel(null, {}, body, message));
+  let destroyed = false;
   let following = false;
-  let asked = 0;
-  let shown = false;
+  let requests = 0;
+  let loaded = false;
 
-  function press() {
-    recent.setAttribute("aria-pressed", String(following));
-    recent.hidden = app.data.now.state !== "live";
+  function updateFollowButton() {
+    followButton.setAttribute("aria-pressed", String(following));
+    followButton.hidden = app.data.now.state !== "live";
   }
 
-  async function fill(from = null, to = null) {
-    const mine = (asked += 1);
-    let found;
+  async function refresh(from = null, to = null) {
+    const request = (requests += 1);
+    let data;
     try {
-      const latest = following && from === null && shown && gantt.found ? { from: Math.max(0, gantt.found.length_s - RECENT_S) } : { from, to };
-      found = await app.get("/timeline", latest);
-      if (from === null && !shown && found.recorded && found.length_s > RECENT_S) found = await app.get("/timeline", { from: found.length_s - RECENT_S });
+      const range = following && from === null && loaded && gantt.data ? { from: Math.max(0, gantt.data.length_s - RECENT_S) } : { from, to };
+      data = await app.get("/timeline", range);
+      if (from === null && !loaded && data.recorded && data.length_s > RECENT_S) data = await app.get("/timeline", { from: data.length_s - RECENT_S });
     } catch (error) {
-      if (!gone) say(empty("This cannot be shown", error.message));
+      if (!destroyed) showMessage(emptyState("Cannot show the timeline", error.message));
       return;
     }
-    if (gone || mine !== asked) return;
-    if (!found.recorded) {
-      say(empty("Not recorded", "A timeline comes from the files in trace/, which a run writes unless observe.trace_mb is 0."));
+    if (destroyed || request !== requests) return;
+    if (!data.recorded) {
+      showMessage(emptyState("Not recorded", "The timeline is read from the files in trace/. A run writes them unless observe.trace_mb is 0."));
       return;
     }
-    if (!shown) following = app.data.now.state === "live";
-    shown = true;
-    press();
-    say(null);
-    gantt.set(found);
-    const span = found.to_s - found.from_s;
-    const hidden = found.groups_in_window - found.groups.length;
-    const forgotten = found.whole_from_s > found.from_s ? ` · spans from before ${place(found.whole_from_s, span)} are left out` : "";
-    words.textContent = `${place(found.from_s, span)} – ${place(found.to_s, span)} of ${place(found.length_s, span)} · ${count(found.groups_in_window)} groups${hidden > 0 ? `, ${found.groups.length} of them shown: zoom in for the others` : ""}${forgotten}`;
-    const names = new Set([...found.lanes.map((lane) => lane.name), ...found.groups.flatMap((group) => group.bars.map((bar) => bar.name))]);
-    key.replaceChildren(legend([...names].map((name) => [spanName(name), spanColour(name)])));
+    if (!loaded) following = app.data.now.state === "live";
+    loaded = true;
+    updateFollowButton();
+    showMessage(null);
+    gantt.setData(data);
+    const span = data.to_s - data.from_s;
+    const hiddenGroups = data.groups_in_window - data.groups.length;
+    const cutOff = data.whole_from_s > data.from_s ? ` · spans before ${timestamp(data.whole_from_s, span)} are not shown` : "";
+    summary.textContent = `${timestamp(data.from_s, span)} – ${timestamp(data.to_s, span)} of ${timestamp(data.length_s, span)} · ${count(data.groups_in_window)} groups${hiddenGroups > 0 ? `, ${data.groups.length} shown (zoom in for the others)` : ""}${cutOff}`;
+    const names = new Set([...data.lanes.map((lane) => lane.name), ...data.groups.flatMap((group) => group.bars.map((bar) => bar.name))]);
+    legendBox.replaceChildren(legend([...names].map((name) => [spanName(name), spanColour(name)])));
   }
 
-  const timer = setInterval(() => { if ((following || body.hidden) && !document.hidden && !gantt.drag) fill(); }, FOLLOW_MS);
-  press();
-  fill();
+  const timer = setInterval(() => { if ((following || body.hidden) && !document.hidden && !gantt.drag) refresh(); }, FOLLOW_MS);
+  updateFollowButton();
+  refresh();
   return {
-    update: () => press(),
+    update: () => updateFollowButton(),
     key(event) {
-      const act = { "+": () => gantt.zoom(0.5), "=": () => gantt.zoom(0.5), "-": () => gantt.zoom(2), ArrowLeft: () => gantt.move(-0.25), ArrowRight: () => gantt.move(0.25), 0: () => gantt.all() }[event.key];
+      const act = { "+": () => gantt.zoom(0.5), "=": () => gantt.zoom(0.5), "-": () => gantt.zoom(2), ArrowLeft: () => gantt.move(-0.25), ArrowRight: () => gantt.move(0.25), 0: () => gantt.showAll() }[event.key];
       if (!act || body.hidden) return false;
       following = false;
-      press();
+      updateFollowButton();
       act();
       return true;
     },
-    destroy: () => { gone = true; clearInterval(timer); gantt.destroy(); },
+    destroy: () => { destroyed = true; clearInterval(timer); gantt.destroy(); },
   };
 }
