@@ -246,7 +246,7 @@ def one_run(scene: str, mode: str, model: Path, folder: Path) -> dict[str, float
     from freewheel.runtime.config_files import compose
     from freewheel.runtime.main import FullyAsyncMain
     from freewheel.runtime.placement import Machine
-    from freewheel.runtime.plan import resolve
+    from freewheel.runtime.run_plan import resolve
 
     config = compose(settings(scene, mode, model, folder / f"{scene}-{mode}"))
     result = FullyAsyncMain(config=config, plan=resolve(config, Machine.here())).run()

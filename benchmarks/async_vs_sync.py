@@ -61,7 +61,7 @@ from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.config_files import compose
 from freewheel.runtime.main import FullyAsyncMain
 from freewheel.runtime.placement import Machine
-from freewheel.runtime.plan import resolve
+from freewheel.runtime.run_plan import resolve
 
 MODES = ("sync", "one_step_off", "fully_async")
 FIRST, LAST, STEPS = 5, 35, 40

@@ -42,7 +42,7 @@ from common import (
 )
 from freewheel.data.group import EncodedGroup, EncodedGroups, Ticket
 from freewheel.queue import journal as journal_file
-from freewheel.queue.journal import Committed, Event, Journal, JournalWriter, Stored, Took
+from freewheel.queue.journal import Committed, Journal, JournalEvent, JournalWriter, Stored, Took
 from freewheel.queue.ledger import Frontier
 from freewheel.queue.message_queue import MessageQueue
 from freewheel.queue.staleness import Bounds
@@ -244,7 +244,7 @@ def appending(path: Path, synchronous: str, groups: int) -> dict[str, Any]:
     largest_log = 0
     started_at = time.perf_counter()
     for first in range(0, groups, BLOCK_GROUPS):
-        events: list[Event] = [stored(one) for one in range(first, first + BLOCK_GROUPS)]
+        events: list[JournalEvent] = [stored(one) for one in range(first, first + BLOCK_GROUPS)]
         step, rest = divmod(first + BLOCK_GROUPS, GROUPS_PER_STEP)
         if rest == 0:
             tickets = (Ticket(one, one) for one in range((step - 1) * GROUPS_PER_STEP, step * GROUPS_PER_STEP))

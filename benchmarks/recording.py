@@ -46,7 +46,7 @@ from freewheel.runtime.config import ObserveConfig
 from freewheel.runtime.config_files import compose
 from freewheel.runtime.model_size import model_folder
 from freewheel.runtime.placement import Machine
-from freewheel.runtime.plan import resolve
+from freewheel.runtime.run_plan import resolve
 
 PROMISED_COST = 0.03
 """For a rollouter with a tiny model. A real one's groups take a thousand times as long, so the share vanishes."""

@@ -130,7 +130,7 @@ async def measure(shape: str, sequences: list[int], turns: int, folder: Path) ->
     from freewheel.runtime.building import load_engine
     from freewheel.runtime.config_files import to_config
     from freewheel.runtime.placement import Machine
-    from freewheel.runtime.plan import resolve
+    from freewheel.runtime.run_plan import resolve
 
     config = to_config(
         {

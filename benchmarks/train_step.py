@@ -45,7 +45,7 @@ from common import (
 from freewheel.data.group import Prompt, PromptGroup, Response, Ticket
 from freewheel.judge.verdict import Scored
 from freewheel.trainer.advantages import estimate
-from freewheel.trainer.batching import MicroBatch, Sample, micro_batches, mini_batches
+from freewheel.trainer.batching import MicroBatch, TrainingSample, micro_batches, mini_batches
 from freewheel.trainer.losses import apply_loss, ppo_clip
 from freewheel.trainer.options import AlgorithmConfig, OptimizerConfig
 from freewheel.trainer.torch_backend import Optimizer, TorchBackend
@@ -152,7 +152,7 @@ def make_groups(size: Size) -> list[PromptGroup]:
     return [group(ordinal) for ordinal in range(GROUPS)]
 
 
-def samples_of(groups: list[PromptGroup]) -> list[Sample]:
+def samples_of(groups: list[PromptGroup]) -> list[TrainingSample]:
     (samples,) = mini_batches(groups, estimate(groups, AlgorithmConfig()), AlgorithmConfig())
     return samples
 
@@ -214,7 +214,7 @@ def forget(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def checked(groups: list[PromptGroup]) -> list[Sample]:
+def checked(groups: list[PromptGroup]) -> list[TrainingSample]:
     return samples_of(groups)[:CHECKED_SEQUENCES]
 
 

@@ -217,7 +217,7 @@ async def start(folder: str, streams: int) -> tuple[Any, str]:
     from freewheel.runtime.building import load_engine
     from freewheel.runtime.config_files import to_config
     from freewheel.runtime.placement import Machine
-    from freewheel.runtime.plan import resolve
+    from freewheel.runtime.run_plan import resolve
 
     on_gpu = _has_gpu()
     config = to_config(

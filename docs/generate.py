@@ -292,19 +292,19 @@ def metrics_table() -> str:
 
 def metrics() -> str:
     """The page with its table from the registry; the rest is written by hand."""
-    return _filled("metrics.md", (DOCS / "metrics.md").read_text(encoding="utf-8"), MARKS, metrics_table())
+    return _fill("metrics.md", (DOCS / "metrics.md").read_text(encoding="utf-8"), MARKS, metrics_table())
 
 
 def architecture() -> str:
     """The page with the path of a prompt, the import order and the packages from scripts/house.py."""
     house = _load(DOCS.parent / "scripts" / "house.py")
     text = (DOCS / "architecture.md").read_text(encoding="utf-8")
-    text = _filled("architecture.md", text, PATH_MARKS, house.path_table())
+    text = _fill("architecture.md", text, PATH_MARKS, house.path_table())
     table = house.package_table(house.read_modules(), rounded=True)
-    return _filled("architecture.md", text, ORDER_MARKS, f"```text\n{house.order_text()}\n```\n\n{table}")
+    return _fill("architecture.md", text, ORDER_MARKS, f"```text\n{house.order_text()}\n```\n\n{table}")
 
 
-def _filled(name: str, text: str, marks: tuple[str, str], content: str) -> str:
+def _fill(name: str, text: str, marks: tuple[str, str], content: str) -> str:
     """`text` with `content` between the two marks."""
     begin, end = marks
     before, found_begin, rest = text.partition(begin)

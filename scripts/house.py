@@ -229,13 +229,13 @@ def package_table(modules: dict[str, Module], *, rounded: bool = False) -> str:
     packages = count_packages(modules)
     places = [package for line in ORDER for package in line if package in packages]
 
-    def shown(counts: Iterable[int], step: int) -> str:
+    def show(counts: Iterable[int], step: int) -> str:
         total = sum(counts)
         return f"{step * round(total / step) if rounded and total >= step else total:,}"
 
     def row(title: str, counted: list[Package], last: str) -> str:
-        code = shown((one.code_lines for one in counted), 100)
-        names = shown((one.public_names for one in counted), 10)
+        code = show((one.code_lines for one in counted), 100)
+        names = show((one.public_names for one in counted), 10)
         return f"| {title} | {sum(one.files for one in counted)} | {code} | {names} | {last} |"
 
     rows = ["| package | files | code lines | public names | imported by |", "|---|---:|---:|---:|---|"]

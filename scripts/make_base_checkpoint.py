@@ -27,7 +27,7 @@ from freewheel.data.tasks.word_problems import (
     SMALL,
     TEMPLATES,
     THINGS,
-    Problem,
+    WordProblem,
     model_path,
     problems,
     rows,
@@ -106,7 +106,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def demonstration(problem: Problem, draw: np.random.Generator) -> tuple[str, str]:
+def demonstration(problem: WordProblem, draw: np.random.Generator) -> tuple[str, str]:
     question = problem.question(NAMES[draw.integers(len(NAMES))], THINGS[draw.integers(len(THINGS))])
     if draw.random() >= GUESS_SHARE:
         return question, problem.solution

@@ -31,7 +31,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from freewheel.errors import ConfigError, DataError, FreewheelError, shown
+from freewheel.errors import ConfigError, DataError, FreewheelError, format_value
 from freewheel.observe.run_folder import CONFIG, FINAL, TEXT_LOG
 from freewheel.utils.files import private_folder, write_atomically
 from freewheel.utils.registry import IN_MEMORY, kept_in_memory
@@ -558,7 +558,7 @@ def _as_lines(key: str, rows: Iterable[Any]) -> list[bytes]:
     for place, row in enumerate(rows):
         if not isinstance(row, Mapping):
             remedy = "give a mapping with a prompt, such as {'prompt': 'What is 2 + 2?', 'answer': 4}"
-            raise DataError(f"{key}, row {place} = {shown(row)}: {remedy}")
+            raise DataError(f"{key}, row {place} = {format_value(row)}: {remedy}")
         try:
             lines.append(json.dumps(dict(row), default=_plain_value, ensure_ascii=False).encode() + b"\n")
         except (TypeError, ValueError) as error:

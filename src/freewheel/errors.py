@@ -17,7 +17,7 @@ class ConfigError(FreewheelError, ValueError):
     """A setting that cannot work. The message names the key, the value and the remedy."""
 
     def __init__(self, key: str, value: object, remedy: str) -> None:
-        super().__init__(f"{key} = {shown(value)}: {remedy}")
+        super().__init__(f"{key} = {format_value(value)}: {remedy}")
         self.key = key
 
     def renamed(self, key: str) -> ConfigError:
@@ -32,7 +32,7 @@ class DataError(FreewheelError, ValueError):
     """Data that does not have the expected form. The message names the key, the value and the remedy."""
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """Return `repr(value)`, shortened to what fits in a message."""
     try:
         text = repr(value)

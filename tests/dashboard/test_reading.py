@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from freewheel.dashboard.web import samples as samples_module
-from freewheel.dashboard.web.runs import Settings, flat
+from freewheel.dashboard.web.runs import WatchedSettings, flat
 from freewheel.dashboard.web.samples import Samples
 from freewheel.dashboard.web.timeline import merge, window
 from freewheel.inspect import metrics as metrics_module
@@ -18,7 +18,7 @@ from freewheel.inspect import trace as trace_module
 from freewheel.inspect.metrics import Columns, RecordedMetrics, mean_over_time, plain, rates
 from freewheel.inspect.trace import RecordedTrace
 from freewheel.observe import lines as lines_module
-from freewheel.observe.lines import Folder, Tail, decoded
+from freewheel.observe.lines import Folder, Tail, decode_line
 
 from .made_run import (
     BEGAN_S,
@@ -108,7 +108,7 @@ def test_a_rotated_file_is_not_read_twice_and_a_lost_one_is_forgotten(tmp_path):
 
 
 def test_settings_are_read_again_when_they_change_and_garbage_is_empty(tmp_path):
-    settings = look(Settings(tmp_path))
+    settings = look(WatchedSettings(tmp_path))
     assert settings.values == {}
     (tmp_path / "config.yaml").write_text("trainer:\n  total_steps: 7\n  odd: .nan\n")
     settings.look()
@@ -141,7 +141,7 @@ def test_a_metric_is_read_on_request_and_then_only_what_was_added(tmp_path, monk
     assert hook["mine/of_a_hook"].tolist() == [step % 7 for step in range(1, 41)]
     Writer(folder, steps=40).go_on(2)
     taken: list[bytes] = []
-    monkeypatch.setattr(metrics_module, "decoded", lambda how, line: taken.append(line) or decoded(how, line))
+    monkeypatch.setattr(metrics_module, "decode_line", lambda how, line: taken.append(line) or decode_line(how, line))
     assert found.read_metrics("mine/of_a_hook")["mine/of_a_hook"].tolist() == [step % 7 for step in range(1, 43)]
     assert len(taken) == 6, "three rows per step"
     write_lines(folder / "metrics.jsonl", rows(3))

@@ -19,7 +19,8 @@ from freewheel.doctor import machine, software
 from freewheel.doctor.machine import GpuCard, GpuDriver, GpuProcess, Host, Needs
 from freewheel.rollout.vllm import api
 from freewheel.runtime.placement import Machine
-from freewheel.utils.findings import GIB, MIB, Check, ChildAnswer, Finding, State, ok, run_checks, run_in_child
+from freewheel.utils.findings import GIB, MIB, Check, Finding, State, ok, run_checks
+from freewheel.utils.processes import ChildAnswer, run_in_child
 
 H200 = GpuCard(index=0, name="NVIDIA H200", total_bytes=140 * GIB, used_bytes=0)
 DRIVER = GpuDriver(release="570.1", cuda="12.8", gpus=(H200,))
@@ -106,7 +107,7 @@ BASE = {"aiohttp": "3.14.5", "uvloop": "0.22"}
     ],
 )
 def test_incomplete_packages_are_named(have, trains, expected, text):
-    found = list(software.packages(trains=trains, needs=map(software.parsed, METADATA), have=have.get))
+    found = list(software.packages(trains=trains, needs=map(software.parse_requirement, METADATA), have=have.get))
     assert [one.state for one in found] == expected and text in found[-1].detail
     assert len(found) == 1 or found[-1].remedy == "pip install 'freewheel[train]'"
 
@@ -148,7 +149,7 @@ def test_torch_is_compared_with_driver_and_gpus(monkeypatch, answer, driver, sta
     [(None, False, ["ok"]), (None, True, []), ("0.9.2", False, ["warning"]), ("0.24.0", True, ["ok"])],
 )
 def test_vllm_is_reported_unless_the_configuration_reports_it(monkeypatch, release, wanted, expected):
-    monkeypatch.setattr(api, "installed", lambda: release)
+    monkeypatch.setattr(api, "find_release", lambda: release)
     assert [one.state for one in software.vllm(wanted=wanted)] == expected
 
 

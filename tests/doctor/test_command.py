@@ -25,10 +25,11 @@ from freewheel.rollout.vllm import api
 from freewheel.runtime import cluster, placement
 from freewheel.runtime.config_files import to_config
 from freewheel.runtime.placement import Gpu, Machine
-from freewheel.runtime.plan import Plan, render, resolve
+from freewheel.runtime.run_plan import RunPlan, render, resolve
 from freewheel.runtime.start import write_config
 from freewheel.trainer.checkpoint import STATE, RunLock, write_state
-from freewheel.utils.findings import GIB, ChildAnswer, Finding, State
+from freewheel.utils.findings import GIB, Finding, State
+from freewheel.utils.processes import ChildAnswer
 
 WAIT_S = 120.0
 """Longer than anything here takes on a busy machine."""
@@ -51,7 +52,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(total=100 * GIB, free=60 * GIB))
     answer = ChildAnswer(values={"version": "2.13", "cuda": None})
     monkeypatch.setattr(software, "run_in_child", lambda code, limit_s: answer)
-    monkeypatch.setattr(api, "installed", lambda: None)
+    monkeypatch.setattr(api, "find_release", lambda: None)
     return tmp_path
 
 
@@ -260,7 +261,7 @@ def test_without_torch_and_ray_it_names_what_to_install_and_can_ask_a_judge(tmp_
 # -- a run's needs ----------------------------------------------------------------------------------------------------
 
 
-def plan_of(*, gpus: int = 0, **sections: Any) -> Plan:
+def plan_of(*, gpus: int = 0, **sections: Any) -> RunPlan:
     from freewheel.runtime.model_size import ModelSize
 
     card = Gpu(name="H200", memory_bytes=140 * GIB)

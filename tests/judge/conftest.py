@@ -16,7 +16,7 @@ import pytest
 
 from freewheel.judge import Judge, JudgeConfig, JudgeRequest, Verdict
 from freewheel.judge.cache import CACHE_FILE, Store
-from freewheel.judge.engine import Engine
+from freewheel.judge.engine import JudgeEngine
 from freewheel.judge.testing import JudgeProfile, MockJudge, RunningJudge
 
 from .helpers import MIB, WAIT_S, Clock, OpenStore
@@ -55,7 +55,7 @@ class Bench:
 
     def __init__(self, endpoint: Any, **settings: Any) -> None:
         self.verdicts: dict[tuple[int, int], Verdict] = {}
-        self.engine = Engine(JudgeConfig(endpoint=endpoint, model="m", **settings), deliver=self._deliver)
+        self.engine = JudgeEngine(JudgeConfig(endpoint=endpoint, model="m", **settings), deliver=self._deliver)
         self._batches = 0
         self._changed = asyncio.Event()
 

@@ -21,8 +21,8 @@ from freewheel.judge.endpoint import (
     choose_endpoint,
     quantiles,
 )
-from freewheel.judge.outcome import HALTS, INFRA, Failure, Kind, Reply
-from freewheel.judge.stats import State
+from freewheel.judge.outcome import HALTS, INFRA, CallFailure, FailureKind, Reply
+from freewheel.judge.stats import BreakerState
 
 REPLY = Reply("7", Usage(100, 2))
 
@@ -36,13 +36,13 @@ def state(**settings: Any) -> EndpointState:
     return states(Endpoint(url="http://a"), **settings)[0]
 
 
-def fail(one: EndpointState, kind: Kind, times: int = 1, now: float = 0.0) -> None:
+def fail(one: EndpointState, kind: FailureKind, times: int = 1, now: float = 0.0) -> None:
     for _ in range(times):
-        one.failed(one.send(now, 400), now, Failure(kind, "detail"))
+        one.failed(one.send(now, 400), now, CallFailure(kind, "detail"))
 
 
-@given(st.lists(st.sampled_from([*Kind, "reply", "drop"]), max_size=120))
-def test_the_accounts_balance_whatever_happens_to_the_calls(events: list[Kind | str]) -> None:
+@given(st.lists(st.sampled_from([*FailureKind, "reply", "drop"]), max_size=120))
+def test_the_accounts_balance_whatever_happens_to_the_calls(events: list[FailureKind | str]) -> None:
     one = state(prices={"m": {"input": 1000.0, "output": 1000.0}})
     now = 0.0
     for number, event in enumerate(events):
@@ -54,8 +54,8 @@ def test_the_accounts_balance_whatever_happens_to_the_calls(events: list[Kind | 
         elif event == "drop":
             one.dropped(permit, now)
         else:
-            assert isinstance(event, Kind)
-            one.failed(permit, now, Failure(event, "detail"))
+            assert isinstance(event, FailureKind)
+            one.failed(permit, now, CallFailure(event, "detail"))
         assert one.limiter.in_flight == 0
         assert one.reserved_cost == pytest.approx(0.0, abs=1e-9)
         assert one.stats.sent == number + 1
@@ -66,18 +66,18 @@ def test_the_accounts_balance_whatever_happens_to_the_calls(events: list[Kind | 
     assert counted == len(events)
 
 
-@pytest.mark.parametrize("kind", list(Kind))
-def test_only_an_endpoint_with_a_fault_opens_the_breaker_and_only_a_refusal_halts(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", list(FailureKind))
+def test_only_an_endpoint_with_a_fault_opens_the_breaker_and_only_a_refusal_halts(kind: FailureKind) -> None:
     one = state()
     fail(one, kind, times=12)
-    assert (one.breaker.state is State.OPEN) == (kind in INFRA)
-    assert (one.halted is not None) == (kind in HALTS or kind is Kind.FORBIDDEN)
-    assert one.works() == (kind not in INFRA | HALTS | {Kind.FORBIDDEN})
+    assert (one.breaker.state is BreakerState.OPEN) == (kind in INFRA)
+    assert (one.halted is not None) == (kind in HALTS or kind is FailureKind.FORBIDDEN)
+    assert one.works() == (kind not in INFRA | HALTS | {FailureKind.FORBIDDEN})
 
 
 def test_a_halted_endpoint_sends_nothing_until_it_is_reconsidered_and_then_one() -> None:
     one = state()
-    fail(one, Kind.AUTH)
+    fail(one, FailureKind.AUTH)
     assert one.ready_at(1e9, 10) == NEVER
     assert one.snapshot().halted == "detail"
     one.reconsider()
@@ -145,7 +145,7 @@ def test_weights_share_what_is_in_flight(weights: tuple[int, int], room: int, ex
     if sum(expected.values()) == room * len(expected):
         assert choose_endpoint(two, 0.0, 10) == (None, NEVER)
     if not weights[1]:
-        fail(main, Kind.AUTH)
+        fail(main, FailureKind.AUTH)
         assert choose_endpoint(two, 0.0, 10)[0] is standby
 
 
@@ -159,8 +159,8 @@ def test_a_request_avoids_the_endpoint_it_failed_on_if_there_is_another() -> Non
 
 def test_if_no_endpoint_is_ready_the_choice_is_the_time_to_ask_again() -> None:
     first, second = two = states(Endpoint(url="http://a"), Endpoint(url="http://b"))
-    fail(first, Kind.BROKEN, times=10, now=0.0)
-    fail(second, Kind.BROKEN, times=10, now=0.2)
+    fail(first, FailureKind.BROKEN, times=10, now=0.0)
+    fail(second, FailureKind.BROKEN, times=10, now=0.2)
     assert choose_endpoint(two, 0.2, 10) == (None, Breaker.FIRST_PAUSE_S)
 
 
@@ -170,9 +170,9 @@ def test_if_no_endpoint_is_ready_the_choice_is_the_time_to_ask_again() -> None:
 def opened(at: float = 0.0) -> Breaker:
     breaker = Breaker()
     for _ in range(Breaker.CONSECUTIVE):
-        assert breaker.state is State.CLOSED
+        assert breaker.state is BreakerState.CLOSED
         breaker.failed(at, known_at=at, probe=breaker.sent())
-    assert breaker.state is State.OPEN
+    assert breaker.state is BreakerState.OPEN
     return breaker
 
 
@@ -182,7 +182,7 @@ def test_one_answer_between_failures_keeps_the_breaker_closed() -> None:
         for _ in range(Breaker.CONSECUTIVE - 1):
             breaker.failed(0.0, known_at=0.0, probe=False)
         breaker.answered(0.0)
-    assert breaker.state is State.CLOSED
+    assert breaker.state is BreakerState.CLOSED
 
 
 def test_failed_probes_lengthen_the_pause_up_to_its_bound_and_an_answer_resets_it() -> None:
@@ -197,7 +197,7 @@ def test_failed_probes_lengthen_the_pause_up_to_its_bound_and_an_answer_resets_i
         breaker.failed(now, known_at=now, probe=True)
     assert pauses[:3] == [0.25, 0.5, 1.0] and set(pauses[2:]) == {Breaker.LONGEST_PAUSE_S}
     breaker.answered(now)
-    assert breaker.state is State.CLOSED and breaker.ready_at(now) <= now and not breaker.sent()
+    assert breaker.state is BreakerState.CLOSED and breaker.ready_at(now) <= now and not breaker.sent()
     for _ in range(Breaker.CONSECUTIVE):
         breaker.failed(now, known_at=now, probe=False)
     assert breaker.ready_at(now) == now + Breaker.FIRST_PAUSE_S
@@ -210,11 +210,11 @@ def test_calls_sent_before_the_last_answer_do_not_change_the_breaker() -> None:
     breaker.ready_at(1.0)
     assert breaker.sent()
     breaker.failed(1.1, known_at=1.1, probe=False)
-    assert breaker.state is State.PROBING
+    assert breaker.state is BreakerState.PROBING
     breaker.answered(10.0)
     for _ in range(3 * Breaker.CONSECUTIVE):
         breaker.failed(12.0, known_at=9.0, probe=False)
-    assert breaker.state is State.CLOSED, "those calls were sent before the last sign of life"
+    assert breaker.state is BreakerState.CLOSED, "those calls were sent before the last sign of life"
 
 
 @given(st.lists(st.sampled_from(["wait", "send", "fail", "answer", "drop"]), max_size=200))
@@ -226,7 +226,7 @@ def test_at_most_one_probe_is_out_and_it_always_comes_back(events: list[str]) ->
             now += 1.0
         elif event == "send" and breaker.ready_at(now) <= now:
             out.append(breaker.sent())
-            assert sum(out) <= 1 or breaker.state is State.CLOSED
+            assert sum(out) <= 1 or breaker.state is BreakerState.CLOSED
         elif out and event == "fail":
             breaker.failed(now, known_at=now, probe=out.pop(0))
         elif out and event == "drop":

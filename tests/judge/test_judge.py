@@ -19,11 +19,11 @@ import pytest
 
 from freewheel.judge import (
     ConfigError,
-    EngineDied,
     Failed,
     Judge,
     JudgeClosed,
     JudgeConfig,
+    JudgeDied,
     JudgeRequest,
     Rubric,
     Skipped,
@@ -230,10 +230,10 @@ def test_a_setting_that_fails_only_at_the_start_is_reported_and_nothing_hangs(
     settings = {"ca_file": {"ca_file": str(tmp_path / "bundle.pem")}, "no_such_module": {"rubric": rubric}}[fault]
     threads = threading.active_count()
     judge = make_judge("https://127.0.0.1:1/v1", batch_deadline_s=None, **settings)
-    with contextlib.suppress(EngineDied):  # the engine may have ended before the batch arrives
+    with contextlib.suppress(JudgeDied):  # the engine may have ended before the batch arrives
         (verdict,) = judge.submit(["a"]).result(WAIT_S)
         assert isinstance(verdict, Failed) and verdict.reason == "engine" and fault in verdict.detail
-    with pytest.raises(EngineDied, match=fault):
+    with pytest.raises(JudgeDied, match=fault):
         judge.submit(["a"])
     began = time.monotonic()
     assert judge.stats().scored == 0 and time.monotonic() - began < STATS_TIMEOUT_S
@@ -326,7 +326,7 @@ def test_a_process_that_keeps_dying_is_given_up_and_nothing_hangs(
     assert len(killed) == 6
     (detail,) = {v.detail for v in handle.result(0)}
     assert reasons(handle.result(0)) == {"engine"} and "died 6 times" in detail and "-9" in detail
-    with pytest.raises(EngineDied, match="died 6 times"):
+    with pytest.raises(JudgeDied, match="died 6 times"):
         judge.submit(texts(1))
 
 

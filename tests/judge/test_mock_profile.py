@@ -13,12 +13,12 @@ from freewheel.judge.testing import JudgeProfile, expected_score
 from freewheel.judge.testing.profile import (
     SHARES,
     STYLES,
+    AdmittedRequest,
     Ask,
     Behaviour,
     Content,
     Fault,
     Message,
-    Plan,
     ProcessorSharing,
     RateLimits,
     Refusal,
@@ -32,17 +32,17 @@ def content(number: int) -> Content:
     return Content.of(f"answer number {number}")
 
 
-def decide(behaviour: Behaviour, now: float = 0.0) -> Plan | Refusal | None:
+def decide(behaviour: Behaviour, now: float = 0.0) -> AdmittedRequest | Refusal | None:
     return behaviour.decide(now, Ask([Message("user", "an answer")]))
 
 
-def refused(decision: Plan | Refusal | None) -> tuple[int, str | None, dict[str, str]]:
+def refused(decision: AdmittedRequest | Refusal | None) -> tuple[int, str | None, dict[str, str]]:
     assert isinstance(decision, Refusal)
     return decision.status, msgspec.json.decode(decision.body)["error"]["code"], decision.headers
 
 
 def test_a_plan_depends_only_on_seed_content_and_attempt() -> None:
-    def plans(seed: int = 0, attempt: int = 0, order: int = 1) -> list[Plan]:
+    def plans(seed: int = 0, attempt: int = 0, order: int = 1) -> list[AdmittedRequest]:
         profile = JudgeProfile(latency="lognormal", latency_s=1.0, seed=seed, **dict.fromkeys(SHARES, 1 / len(SHARES)))
         return [plan_for(profile, content(number), attempt) for number in range(100)[::order]][::order]
 
@@ -74,7 +74,7 @@ def test_latencies_are_fixed_or_lognormal_with_the_configured_mean() -> None:
 def test_an_outage_counts_from_the_first_request_and_excludes_its_end(elapsed_s: float, is_out: bool) -> None:
     behaviour = Behaviour(JudgeProfile(outages=[(1.0, 2.0), (5.0, 1.0)]))
     assert not behaviour.in_outage(1001.5), "the schedule has not started"
-    assert isinstance(decide(behaviour, now=1000.0), Plan)
+    assert isinstance(decide(behaviour, now=1000.0), AdmittedRequest)
     assert (decide(behaviour, now=1000.0 + elapsed_s) is None) == is_out
     assert behaviour.counts.faults == ({"outage": 1} if is_out else {})
 
@@ -82,7 +82,7 @@ def test_an_outage_counts_from_the_first_request_and_excludes_its_end(elapsed_s:
 def test_a_throttle_burst_sends_bare_429s() -> None:
     behaviour = Behaviour(JudgeProfile(throttle_bursts=[(0.0, 1.0)], retry_after_s=None))
     assert refused(decide(behaviour, now=7.0)) == (429, None, {})
-    assert isinstance(decide(behaviour, now=8.0), Plan)
+    assert isinstance(decide(behaviour, now=8.0), AdmittedRequest)
     count = behaviour.counts.of("an answer")
     assert (count.received, count.rejected, count.admitted) == (2, 1, 1), "a rejection is no attempt"
     assert behaviour.counts.most_received == 2 and behaviour.counts.of("never sent").received == 0
@@ -90,14 +90,14 @@ def test_a_throttle_burst_sends_bare_429s() -> None:
 
 def test_a_crowded_judge_rejects_and_sends_the_wait_in_wall_time() -> None:
     behaviour = Behaviour(JudgeProfile(reject_above=2, time_scale=0.05))
-    assert [type(decide(behaviour)) for _ in range(3)] == [Plan, Plan, Refusal]
+    assert [type(decide(behaviour)) for _ in range(3)] == [AdmittedRequest, AdmittedRequest, Refusal]
     assert refused(decide(behaviour)) == (429, "concurrency_limit_exceeded", {"Retry-After": "0.05"})
     assert (behaviour.counts.in_flight, behaviour.counts.rejected, behaviour.counts.by_status) == (2, 2, {429: 2})
 
 
 def test_a_rate_limit_names_the_limit_and_the_wait() -> None:
     behaviour = Behaviour(JudgeProfile(requests_per_minute=60, rate_window_s=2.0))
-    assert [type(decide(behaviour, now=5.0)) for _ in range(2)] == [Plan, Plan]
+    assert [type(decide(behaviour, now=5.0)) for _ in range(2)] == [AdmittedRequest, AdmittedRequest]
     decision = decide(behaviour, now=5.25)
     assert isinstance(decision, Refusal) and b"Rate limit reached for requests" in decision.body
     assert decision.headers == {
@@ -106,7 +106,7 @@ def test_a_rate_limit_names_the_limit_and_the_wait() -> None:
         "x-ratelimit-remaining-requests": "0",
         "x-ratelimit-reset-requests": "1.75s",
     }
-    assert [type(decide(behaviour, now=6.0)) for _ in range(2)] == [Plan, Refusal]
+    assert [type(decide(behaviour, now=6.0)) for _ in range(2)] == [AdmittedRequest, Refusal]
 
 
 def test_both_rate_limits_must_have_room_and_a_rejected_request_is_not_charged() -> None:

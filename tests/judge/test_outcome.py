@@ -15,8 +15,8 @@ from freewheel.judge.outcome import (
     INFRA,
     REASONS,
     WAITS,
-    Failure,
-    Kind,
+    CallFailure,
+    FailureKind,
     Reply,
     classify,
     read_chat,
@@ -32,7 +32,7 @@ NESTED = b"[" * 1200
 """Deeper than any decoder goes: it raises RecursionError."""
 
 
-def outcome(status: int, body: object = b"", **headers: str) -> Failure:
+def outcome(status: int, body: object = b"", **headers: str) -> CallFailure:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     named = CIMultiDict({name.replace("_", "-"): value for name, value in headers.items()})
     return classify(status, named, raw, wall_now=NOW)
@@ -41,36 +41,37 @@ def outcome(status: int, body: object = b"", **headers: str) -> Failure:
 @pytest.mark.parametrize(
     ("kind", "statuses"),
     [
-        (Kind.REJECTED, [400, 405, 413, 422]), (Kind.FORBIDDEN, [403]), (Kind.AUTH, [401]), (Kind.QUOTA, [402]),
-        (Kind.NOT_FOUND, [404, 301, 302, 307, 308]), (Kind.TIMEOUT, [408]), (Kind.THROTTLED, [429]),
-        (Kind.OVERLOADED, [500, 502, 503, 504, 520, 529, 599]),
+        (FailureKind.REJECTED, [400, 405, 413, 422]), (FailureKind.FORBIDDEN, [403]),
+        (FailureKind.AUTH, [401]), (FailureKind.QUOTA, [402]),
+        (FailureKind.NOT_FOUND, [404, 301, 302, 307, 308]), (FailureKind.TIMEOUT, [408]),
+        (FailureKind.THROTTLED, [429]), (FailureKind.OVERLOADED, [500, 502, 503, 504, 520, 529, 599]),
     ],
 )  # fmt: skip
-def test_a_status_has_its_kind(kind: Kind, statuses: list[int]) -> None:
+def test_a_status_has_its_kind(kind: FailureKind, statuses: list[int]) -> None:
     assert {outcome(status).kind for status in statuses} == {kind}
 
 
 @pytest.mark.parametrize(
     ("kind", "body", "headers"),
     [
-        (Kind.QUOTA, {"error": {"code": "insufficient_quota", "message": "x"}}, {}),
-        (Kind.QUOTA, {"error": {"message": "You exceeded your current quota, please check your plan"}}, {}),
-        (Kind.QUOTA, {"error": "Insufficient Balance"}, {}),
-        (Kind.QUOTA, {"detail": "insufficient credit"}, {}),
-        (Kind.QUOTA, b"insufficient_quota", {}),
-        (Kind.RATE, {"error": {"message": "Rate limit reached for requests. Limit: 500 / min."}}, {}),
-        (Kind.RATE, {"error": {"message": "Rate limit reached for tokens"}}, {}),
-        (Kind.RATE, {"error": {"message": "You have hit 60 requests per minute"}}, {}),
-        (Kind.RATE, {"error": {"message": "Limit 10000 TPM"}}, {}),
-        (Kind.RATE, b"too many tokens per day", {}),
-        (Kind.RATE, b"", {"x_ratelimit_remaining_requests": "0"}),
-        (Kind.RATE, b"", {"x_ratelimit_remaining_tokens": "0"}),
-        (Kind.THROTTLED, b"", {"x_ratelimit_remaining_requests": "5"}),
-        (Kind.THROTTLED, {"error": {"message": "Too many requests are in flight"}}, {}),
+        (FailureKind.QUOTA, {"error": {"code": "insufficient_quota", "message": "x"}}, {}),
+        (FailureKind.QUOTA, {"error": {"message": "You exceeded your current quota, please check your plan"}}, {}),
+        (FailureKind.QUOTA, {"error": "Insufficient Balance"}, {}),
+        (FailureKind.QUOTA, {"detail": "insufficient credit"}, {}),
+        (FailureKind.QUOTA, b"insufficient_quota", {}),
+        (FailureKind.RATE, {"error": {"message": "Rate limit reached for requests. Limit: 500 / min."}}, {}),
+        (FailureKind.RATE, {"error": {"message": "Rate limit reached for tokens"}}, {}),
+        (FailureKind.RATE, {"error": {"message": "You have hit 60 requests per minute"}}, {}),
+        (FailureKind.RATE, {"error": {"message": "Limit 10000 TPM"}}, {}),
+        (FailureKind.RATE, b"too many tokens per day", {}),
+        (FailureKind.RATE, b"", {"x_ratelimit_remaining_requests": "0"}),
+        (FailureKind.RATE, b"", {"x_ratelimit_remaining_tokens": "0"}),
+        (FailureKind.THROTTLED, b"", {"x_ratelimit_remaining_requests": "5"}),
+        (FailureKind.THROTTLED, {"error": {"message": "Too many requests are in flight"}}, {}),
     ],
 )
 def test_the_words_and_headers_of_a_429_tell_credit_rate_and_concurrency_apart(
-    kind: Kind, body: object, headers: dict[str, str]
+    kind: FailureKind, body: object, headers: dict[str, str]
 ) -> None:
     assert outcome(429, body, **headers).kind is kind
 
@@ -137,7 +138,7 @@ def test_details_of_redirects_and_odd_statuses_can_be_shown() -> None:
 
 
 def test_each_kind_has_a_reason_and_the_groups_do_not_overlap() -> None:
-    assert set(REASONS) == set(Kind)
+    assert set(REASONS) == set(FailureKind)
     assert not (WAITS & INFRA or WAITS & HALTS or INFRA & HALTS)
 
 
@@ -178,19 +179,19 @@ def test_a_completion_is_read_however_it_is_wrapped(content: bytes, expected: Re
 @pytest.mark.parametrize(
     ("content", "kind", "words", "billed"),
     [
-        (body(None, message={"refusal": "I cannot judge this."}), Kind.REJECTED, "I cannot judge this.", True),
-        (body("", finish_reason="content_filter"), Kind.REJECTED, "content_filter", True),
+        (body(None, message={"refusal": "I cannot judge this."}), FailureKind.REJECTED, "I cannot judge this.", True),
+        (body("", finish_reason="content_filter"), FailureKind.REJECTED, "content_filter", True),
         *(
             (json.dumps({"error": {"code": code, "message": "upstream said no"}}).encode(), kind, "said no", False)
-            for code, kind in ((429, Kind.THROTTLED), (502, Kind.OVERLOADED), (400, Kind.REJECTED))
+            for code, kind in ((429, FailureKind.THROTTLED), (502, FailureKind.OVERLOADED), (400, FailureKind.REJECTED))
         ),
     ],
 )
 def test_a_refusal_or_an_error_with_status_200_is_recognized(
-    content: bytes, kind: Kind, words: str, billed: bool
+    content: bytes, kind: FailureKind, words: str, billed: bool
 ) -> None:
     found = read_completion(content)
-    assert isinstance(found, Failure) and (found.kind, found.billed) == (kind, billed) and words in found.detail
+    assert isinstance(found, CallFailure) and (found.kind, found.billed) == (kind, billed) and words in found.detail
     if not billed:
         assert read_chat(content) == found, "a client's completion has the same errors"
 
@@ -203,7 +204,7 @@ def test_a_refusal_or_an_error_with_status_200_is_recognized(
 def test_a_body_that_is_not_a_completion_is_garbage_and_is_billed(content: bytes) -> None:
     odd_message = b'{"choices": [{"message": {"content": 7}}]}'  # a client of the gateway may get it
     for found in (read_completion(content), read_chat(content), read_completion(odd_message)):
-        assert isinstance(found, Failure) and found.kind is Kind.GARBAGE and found.billed
+        assert isinstance(found, CallFailure) and found.kind is FailureKind.GARBAGE and found.billed
 
 
 def test_usage_is_found_at_a_streams_end_if_it_is_there() -> None:

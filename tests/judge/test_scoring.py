@@ -27,14 +27,23 @@ from freewheel.judge import (
     Verdict,
     row_files,
 )
-from freewheel.judge.row_files import Entry, Fields, FileOutput, Line, MalformedRowError, Replacement, RowFormat, Tally
+from freewheel.judge.row_files import (
+    AddedFields,
+    Fields,
+    FileOutput,
+    Line,
+    MalformedRowError,
+    Replacement,
+    RowCounts,
+    RowFormat,
+)
 from freewheel.judge.scoring import (
     FIRST_FAILURES,
     OUTAGE_ROWS,
     CallsMeter,
-    Progress,
     Ruling,
     ScoringJob,
+    ScoringProgress,
     StopRule,
     is_down,
 )
@@ -114,7 +123,7 @@ def test_any_row_is_written_unchanged(fields: dict[str, Any]) -> None:
     text = json.dumps(given_row).encode()
     rows = rows_of()
     request = rows.read(line(text))
-    written = rows.write(line(text), Entry.of(1, rows.key(request), OK))
+    written = rows.write(line(text), AddedFields.of(1, rows.key(request), OK))
     verdict = json.loads(written).pop("verdict")
     assert {**json.loads(written), "verdict": None} == {**given_row, "verdict": None}
     assert rows.read_written(written).key == verdict["key"] == rows.key(request)
@@ -178,9 +187,9 @@ def test_a_judge_is_down_when_no_endpoint_works_or_none_has_shown_a_sign_of_life
 
 
 def test_the_counts_of_a_tally_add_up() -> None:
-    tally = Tally()
+    tally = RowCounts()
     for verdict in (OK, Scored(1.0, cached=True), Failed("deadline"), Skipped("why")):
-        tally.count(Entry.of(7, "k", verdict))
+        tally.count(AddedFields.of(7, "k", verdict))
     assert (tally.rows, tally.scored, tally.cached, tally.failed, tally.skipped) == (4, 2, 1, 1, 1)
 
 
@@ -212,7 +221,7 @@ def test_a_replacement_of_a_link_replaces_its_target(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tail", [b"", b'{"resp', b"\x00\x00\x00"])
 def test_a_scan_finds_where_to_continue(tmp_path: Path, tail: bytes) -> None:
     rows = rows_of()
-    written = [rows.write(line(b'{"response":"a"}'), Entry.of(n, f"k{n}", OK)) for n in (1, 2, 4)]
+    written = [rows.write(line(b'{"response":"a"}'), AddedFields.of(n, f"k{n}", OK)) for n in (1, 2, 4)]
     (tmp_path / "out").write_bytes(b"".join([*written, written[-1]]))
     with (
         pytest.raises(ConfigError, match="its line 4 is no row"),
@@ -231,7 +240,7 @@ def test_a_scan_finds_where_to_continue(tmp_path: Path, tail: bytes) -> None:
 
 
 def test_a_job_reports_its_progress(tmp_path: Path, mock: Callable[..., RunningJudge]) -> None:
-    source, told = tmp_path / "in", list[Progress]()
+    source, told = tmp_path / "in", list[ScoringProgress]()
     source.write_text("".join(json.dumps({"response": str(n)}) + "\n" for n in range(200)))
     config = JudgeConfig(
         endpoint=mock(latency_s=0.05).base_url, model="m", placement="thread", concurrency="fixed:8"

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from freewheel.judge import EngineDied, Failed, Handle, JudgeClosed, JudgeRequest, JudgeStats, Scored, Skipped
+from freewheel.judge import Failed, Handle, JudgeClosed, JudgeDied, JudgeRequest, JudgeStats, Scored, Skipped
 from freewheel.judge import tracker as tracker_module
 from freewheel.judge.tracker import CHUNK, CHUNK_CHARS, GRACE_S, WINDOW, RequestTracker
 from freewheel.judge.transport import AskStats, Cancel, Results, StatsReply, Submit
@@ -203,7 +203,7 @@ def test_a_batch_expires_after_the_grace_and_not_before() -> None:
     assert tracker.next_deadline() == float("inf")
 
 
-@pytest.mark.parametrize(("error", "reason"), [(JudgeClosed, "cancelled"), (EngineDied, "engine")])
+@pytest.mark.parametrize(("error", "reason"), [(JudgeClosed, "cancelled"), (JudgeDied, "engine")])
 def test_after_the_end_open_batches_are_answered_and_new_ones_are_refused(error: Any, reason: str) -> None:
     tracker = RequestTracker()
     handle, asked = tracker.submit([*requests(2), JudgeRequest("y", skip="rule")], None), tracker.ask_stats()
@@ -212,7 +212,7 @@ def test_after_the_end_open_batches_are_answered_and_new_ones_are_refused(error:
     with pytest.raises(error, match="out of luck"):
         tracker.submit(requests(1), None)
     assert tracker.ask_stats().result(0) == JudgeStats(), "no engine is left to answer"
-    if error is EngineDied:
+    if error is JudgeDied:
         assert asked.result(0) == JudgeStats()
 
 

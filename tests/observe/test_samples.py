@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from freewheel.observe import samples
-from freewheel.observe.samples import Samples, attach_samples, detach_samples, read_samples, segments
+from freewheel.observe.samples import SampleWriter, attach_samples, detach_samples, read_samples, segments
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +70,7 @@ def test_the_pieces_joined_are_the_text_and_versions_keep_their_order(decode, gi
 
 
 def test_a_limited_number_per_second_is_kept_and_the_others_are_not_built(tmp_path, clock):
-    kept = Samples(tmp_path, "rollouter-0", per_s=2.0, most_bytes=10**9, clock=clock)
+    kept = SampleWriter(tmp_path, "rollouter-0", per_s=2.0, most_bytes=10**9, clock=clock)
     made = []
 
     def sample(number):
@@ -87,7 +87,7 @@ def test_a_limited_number_per_second_is_kept_and_the_others_are_not_built(tmp_pa
 
 def test_a_sample_that_cannot_be_built_is_logged_once_and_skipped(tmp_path, caplog, clock):
     caplog.set_level(logging.INFO, logger="freewheel")
-    kept = Samples(tmp_path, "rollouter-0", per_s=1.0, most_bytes=10**9, clock=clock)
+    kept = SampleWriter(tmp_path, "rollouter-0", per_s=1.0, most_bytes=10**9, clock=clock)
     for _ in range(3):
         kept.offer(lambda: 1 / 0)  # type: ignore[arg-type,return-value]
         clock.now += 1.0

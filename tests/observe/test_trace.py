@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from freewheel.cli import app
 from freewheel.observe import trace
-from freewheel.observe.trace import Tracer, attach_trace, components, detach_trace, merged, read_trace
+from freewheel.observe.trace import Tracer, attach_trace, components, detach_trace, merge_traces, read_trace
 
 WAIT_S = 110.0
 WALL_S, CLOCK_S = 1_795_300_000.0, 100.0
@@ -121,7 +121,7 @@ def test_names_become_numbers_and_overlapping_spans_get_their_own_track(tmp_path
         one.span("train", 102.0, 104.0, {})
         one.lines.flush()
     names = ["main", "trainer", "sync", "rollouter-2", "rollouter-10"]
-    found = list(merged(tmp_path))
+    found = list(merge_traces(tmp_path))
     named = {event["pid"]: event["args"]["name"] for event in found if event["name"] == "process_name"}
     assert list(named.values()) == components(tmp_path) == names
     tracks = {(event["pid"], event["tid"]): event["args"]["name"] for event in found if event["name"] == "thread_name"}
@@ -136,7 +136,7 @@ def test_phases_that_overlap_within_a_group_can_be_told_apart(tmp_path, tracer, 
         one.phase("response", 7, 101.0, {"index": index, "tokens": 9})
     one.phase("generate", 7, 101.0, {"attempt": 0, "responses": 2, "tokens": 18})
     one.lines.flush()
-    pairs = [event for event in merged(tmp_path) if event["ph"] in "be"]
+    pairs = [event for event in merge_traces(tmp_path) if event["ph"] in "be"]
     ids = [event["id2"]["local"] for event in pairs]
     assert ids == [*["7/response/0"] * 2, *["7/response/1"] * 2, *["7/generate"] * 2]
     assert [event["args"]["ordinal"] for event in pairs[::2]] == [7, 7, 7]
@@ -164,7 +164,7 @@ def test_incomplete_pairs_and_invalid_events_are_skipped(tmp_path, lines):
     (tmp_path / "trace").mkdir()
     text = "\n".join([*lines, GOOD, BEGIN % (9, 7), END % (9, 8)]) + "\n"
     (tmp_path / "trace" / "trainer-1.jsonl").write_text(text)
-    found = [(event["ph"], event.get("id2")) for event in merged(tmp_path) if event["ph"] != "M"]
+    found = [(event["ph"], event.get("id2")) for event in merge_traces(tmp_path) if event["ph"] != "M"]
     assert found == [("X", None), ("b", {"local": "9/store"}), ("e", {"local": "9/store"})]
 
 

@@ -6,7 +6,17 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from freewheel.plan.scene import Generation, HandOver, Lognormal, Measured, Scene, Scores, Slowdown, Training, Weights
+from freewheel.plan.scene import (
+    Generation,
+    HandOver,
+    Lognormal,
+    Measured,
+    Scene,
+    Scores,
+    Slowdown,
+    Training,
+    WeightTransfer,
+)
 from freewheel.queue.staleness import Bounds
 
 INSTANT = HandOver(linger_s=0.0)
@@ -89,7 +99,7 @@ scenes = st.builds(
         varies=st.just(Measured((0.8, 1.0, 1.2))),
         pack_s=st.floats(0, 0.2),
     ),
-    weights=st.builds(Weights, transfer_s=st.floats(0, 0.3), pause_s=st.floats(0, 0.3)),
+    weights=st.builds(WeightTransfer, transfer_s=st.floats(0, 0.3), pause_s=st.floats(0, 0.3)),
     hand_over=st.builds(
         HandOver, message_s=st.floats(0, 0.05), linger_s=st.floats(0, 0.1), interval_s=st.sampled_from([0.0, 0.1])
     ),

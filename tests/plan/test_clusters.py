@@ -22,7 +22,7 @@ from freewheel.plan.clusters import (
     scene_of,
 )
 from freewheel.plan.planner import ending
-from freewheel.plan.scene import Generation, HandOver, Measured, Scores, Training, Weights
+from freewheel.plan.scene import Generation, HandOver, Measured, Scores, Training, WeightTransfer
 from freewheel.plan.simulation import simulate
 from freewheel.runtime.config_files import to_config
 
@@ -194,7 +194,7 @@ def test_a_replay_finds_the_decoding_step_and_predicts_the_other_modes(mode):
         scores=Scores(latency_s=Measured((0.1, 0.2, 0.3))),
         generation=Generation(slots=16, step_s=0.013, refill=2),
         training=Training(base_s=0.5, pack_s=0.01),
-        weights=Weights(transfer_s=0.02, pause_s=0.01),
+        weights=WeightTransfer(transfer_s=0.02, pause_s=0.01),
         hand_over=HandOver(message_s=0.01, linger_s=0.05, interval_s=0.1),
     )
     found = replay(true, record(true, simulate(true)))
@@ -216,7 +216,7 @@ def test_a_replay_finds_the_cost_of_a_prompt():
 
 def test_a_run_is_measured_only_at_its_own_split_and_settings():
     run = scene(generation=Generation(replicas=2, slots=16, step_s=0.01), training=Training(per_token_s=0.001))
-    cluster = MeasuredCluster(run=replace(run, weights=Weights(transfer_s=0.1)), trainers=2)
+    cluster = MeasuredCluster(run=replace(run, weights=WeightTransfer(transfer_s=0.1)), trainers=2)
     asked = [(run.bounds, 2, 2), (replace(run.bounds, total_groups=None), 2, 2), (run.bounds, 4, 2), (run.bounds, 2, 4)]
     asked += [(bounds("sync"), 2, 2), (bounds(groups=1), 2, 2), (bounds(threshold=1), 2, 2), (bounds(every=2), 2, 2)]
     found = [cluster.is_measured(of, trainers=trainers, generators=generators) for of, trainers, generators in asked]

@@ -127,7 +127,7 @@ def test_the_table_marks_the_best_split_and_json_has_derived_values(rows):
     assert len(lines) == len(rows) + 1 and lines[0].split()[:3] == ["train", "generate", "samples/s"]
     assert [line.startswith("*") for line in lines[1:]] == [row == winner for row in rows]
     assert all(line.endswith("extrapolated") for line in lines[1:])
-    assert "extrapolated:" in report.explained(rows) and "measured:" not in report.explained(rows)
+    assert "extrapolated:" in report.explain(rows) and "measured:" not in report.explain(rows)
     assert report.as_json(winner, 2.5)["cost_per_million"] == pytest.approx(1e6 / winner.samples_per_s * 8 / 3600 * 2.5)
     first, second = report.summary(rows).splitlines()
     assert first.startswith(f"Best: {winner.trainers} to train and {winner.generators} to generate")

@@ -19,15 +19,15 @@ from freewheel.plan.scene import (
     Scores,
     Slowdown,
     Training,
-    Weights,
+    WeightTransfer,
     stream,
     whole_stream,
 )
 from freewheel.plan.simulation import (
     SAVED_S,
-    Engine,
     Group,
     JudgeQueue,
+    SimulatedEngine,
     Simulation,
     deal,
     simulate,
@@ -70,7 +70,7 @@ def test_draws_have_their_mean_and_repeat_with_the_seed(draw, mean):
 
 
 def engine(lengths, **model):
-    return Engine(Generation(**{"slots": 2, "step_s": 1.0, **model}), itertools.cycle(lengths))
+    return SimulatedEngine(Generation(**{"slots": 2, "step_s": 1.0, **model}), itertools.cycle(lengths))
 
 
 def ends(one, until=1000):
@@ -236,7 +236,7 @@ def test_in_turns_a_step_is_the_sum_of_its_phases():
         groups=8,
         scores=Scores(latency_s=Measured((0.25,))),
         training=Training(base_s=0.4, pack_s=0.03),
-        weights=Weights(transfer_s=0.05, pause_s=0.02),
+        weights=WeightTransfer(transfer_s=0.05, pause_s=0.02),
         hand_over=replace(scene().hand_over, message_s=0.025),
     )
     # 8 groups x 4 in 16 slots: two waves of 10 tokens, 0.02 s each; then admit, put, take and commit
@@ -276,13 +276,13 @@ def test_on_shared_hardware_each_side_is_slower_while_the_other_works():
 
 
 def test_engines_pause_for_a_version_and_a_slow_transfer_makes_samples_older():
-    quick = simulate(scene(weights=Weights(pause_s=0.1), steps=30))
+    quick = simulate(scene(weights=WeightTransfer(pause_s=0.1), steps=30))
     assert quick.waits["rollouter"]["load_weights"] == pytest.approx(0.1 / quick.step_s, rel=0.05)
-    assert simulate(scene(weights=Weights(transfer_s=1.5), steps=30)).lag_mean > 2
+    assert simulate(scene(weights=WeightTransfer(transfer_s=1.5), steps=30)).lag_mean > 2
     short = {"groups": 1, "steps": 3, "extra": 0, "n": 1, "lengths": Measured((1,))}
     made = Generation(slots=1, step_s=0.0625)
     one = scene(
-        "one_step_off", generation=made, training=Training(base_s=0.125), weights=Weights(pause_s=0.25), **short
+        "one_step_off", generation=made, training=Training(base_s=0.125), weights=WeightTransfer(pause_s=0.25), **short
     )
     assert simulate(one).waits["rollouter"]["load_weights"] <= 1, "a pause counts as far as it is within the window"
 
@@ -318,7 +318,7 @@ LARGE = scene(
     lengths=Lognormal(20, 0.6, 80),
     generation=Generation(replicas=12, slots=32, step_s=0.01, prefill_s=0.002),
     training=Training(per_token_s=0.45 / (240 * 4 * 20)),
-    weights=Weights(pause_s=0.05),
+    weights=WeightTransfer(pause_s=0.05),
 )
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from freewheel.data.group import EncodedGroup, EncodedGroups, Prompt, PromptGroup, Response, Ticket
 from freewheel.judge.verdict import Scored
 from freewheel.queue.client import Taken
-from freewheel.queue.journal import CheckpointMark, Event, Journal, JournalError, _Job, _resolve_job
+from freewheel.queue.journal import CheckpointMark, Journal, JournalError, JournalEvent, _Job, _resolve_job
 from freewheel.queue.message_queue import MessageQueue
 from freewheel.queue.restore import restore
 from freewheel.queue.staleness import Bounds
@@ -71,7 +71,7 @@ class ManualWriter:
         self.paused = ""
         self.jobs: deque[_Job] = deque()
 
-    def write(self, *events: Event, on_durable: Callable[[], None] | None = None) -> asyncio.Future[None]:
+    def write(self, *events: JournalEvent, on_durable: Callable[[], None] | None = None) -> asyncio.Future[None]:
         return self._add(_Job(asyncio.get_running_loop().create_future(), events, on_durable))
 
     async def read(self, work: Callable[[Journal], Any], *, makes_room: bool = False) -> Any:

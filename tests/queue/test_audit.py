@@ -9,7 +9,16 @@ import pytest
 
 from freewheel.data.group import Ticket
 from freewheel.queue.audit import MOST_LISTED, audit
-from freewheel.queue.journal import Abandoned, CheckpointMark, Committed, Event, Failed, Journal, Stored, Took
+from freewheel.queue.journal import (
+    Abandoned,
+    AttemptFailed,
+    CheckpointMark,
+    Committed,
+    Journal,
+    JournalEvent,
+    Stored,
+    Took,
+)
 from freewheel.queue.ledger import Frontier, Ledger, infra_failure
 
 NOW_S = 1000.0
@@ -21,7 +30,7 @@ def took(number: int, ordinals: Sequence[int], sequences: Sequence[int] = ()) ->
 
 def trained(
     number: int, ordinals: Sequence[int], *, version: int | None = None, sequences: Sequence[int] = ()
-) -> list[Event]:
+) -> list[JournalEvent]:
     """`version`: the one after the step; its own number by default."""
     return [took(number, ordinals, sequences), Committed(number, number if version is None else version, NOW_S)]
 
@@ -30,8 +39,8 @@ def stored(ordinal: int, *, sequence: int | None = None, min_version: int = 0) -
     return Stored(Ticket(ordinal, ordinal if sequence is None else sequence), min_version, b"", NOW_S)
 
 
-def failed(ordinal: int, reason: str = "engine", *, sequence: int) -> Failed:
-    return Failed(Ticket(ordinal, sequence), "infra", reason, "it broke", NOW_S)
+def failed(ordinal: int, reason: str = "engine", *, sequence: int) -> AttemptFailed:
+    return AttemptFailed(Ticket(ordinal, sequence), "infra", reason, "it broke", NOW_S)
 
 
 def gone(ordinal: int, reason: str = "zero_variance") -> Abandoned:
@@ -103,7 +112,7 @@ def test_the_journal_of_any_ledger_is_clean(journal: Journal, seed: int):
             happened = draw.random()
             if happened < 0.1:
                 ledger.fail(ordinal, infra_failure("engine", "died"))
-                journal.append([Failed(ticket, "infra", "engine", "died", NOW_S)])
+                journal.append([AttemptFailed(ticket, "infra", "engine", "died", NOW_S)])
             elif happened < 0.2:
                 ledger.abandon(ordinal, "zero_variance")
                 journal.append([Abandoned(ordinal, attempt, "zero_variance", NOW_S)])
@@ -159,7 +168,7 @@ def test_the_journal_of_any_ledger_is_clean(journal: Journal, seed: int):
     ids=["trained twice", "trained and abandoned", "gap", "sequence twice", "queued again", "version goes back"],
 )
 def test_a_contradiction_in_the_journal_is_named(
-    journal: Journal, events: list[Event], repeated: int, violations: list[str]
+    journal: Journal, events: list[JournalEvent], repeated: int, violations: list[str]
 ):
     journal.append(events)
     found = audit(journal)

@@ -25,13 +25,13 @@ from freewheel.queue import journal as journal_module
 from freewheel.queue.journal import (
     NO_SEQUENCE,
     Abandoned,
+    AttemptFailed,
     CheckpointMark,
     Committed,
-    Event,
-    Failed,
     Journal,
     JournalBusy,
     JournalDamaged,
+    JournalEvent,
     JournalFormat,
     JournalFull,
     Reserved,
@@ -55,7 +55,7 @@ def group(sequence: int, *, size: int = 300, ordinal: int | None = None, attempt
     return Stored(Ticket(sequence if ordinal is None else ordinal, sequence, attempt), sequence % 7, data, sequence / 8)
 
 
-def trained(step: int, sequences: Sequence[int], *, size: int = 300) -> list[Event]:
+def trained(step: int, sequences: Sequence[int], *, size: int = 300) -> list[JournalEvent]:
     groups = [group(one, size=size) for one in sequences]
     return [*groups, Took(step, tuple(one.ticket for one in groups)), Committed(step, step, float(step))]
 
@@ -97,7 +97,7 @@ def everything(journal: Journal) -> list[object]:
 
 
 def test_the_next_process_reads_what_was_appended_and_a_repeated_event_changes_nothing(path: Path):
-    failure = Failed(Ticket(5, 5, 1), "infra", "engine", "it broke", 7.0)
+    failure = AttemptFailed(Ticket(5, 5, 1), "infra", "engine", "it broke", 7.0)
     abandoned = Abandoned(6, 2, "prompt", 8.0)
     events = [*trained(1, [0, 1]), group(2), Took(2, (Ticket(3, 3),), 1), failure, abandoned, Reserved(1024)]
     with opened(path) as journal:
@@ -126,7 +126,7 @@ def test_a_group_is_stored_until_a_step_takes_it_or_its_attempt_fails(journal: J
     journal.append([group(one) for one in range(5)])
     journal.append([Took(1, (Ticket(1, 1), Ticket(3, 3)))])
     assert sequences(journal) == [0, 2, 4]
-    journal.append([Took(1, ()), Failed(Ticket(4, 4), "data", "reward", "x" * 10**6, 0.0)])
+    journal.append([Took(1, ()), AttemptFailed(Ticket(4, 4), "data", "reward", "x" * 10**6, 0.0)])
     assert sequences(journal) == [0, 1, 2, 3]
     assert [len(one.detail) for one in journal.failures()] == [journal_module.DETAIL_CHARS]
 
@@ -134,7 +134,7 @@ def test_a_group_is_stored_until_a_step_takes_it_or_its_attempt_fails(journal: J
 def test_a_step_changes_until_it_is_committed_and_then_only_to_a_later_version(journal: Journal):
     journal.append([group(one) for one in range(3)])
     journal.append([Took(1, (Ticket(0, 0), Ticket(1, 1)))])
-    journal.append([Failed(Ticket(1, 1), None, "stale", "", 0.0), Took(1, (Ticket(0, 0),), 1)])
+    journal.append([AttemptFailed(Ticket(1, 1), None, "stale", "", 0.0), Took(1, (Ticket(0, 0),), 1)])
     journal.append([Took(1, (Ticket(0, 0), Ticket(2, 2)))])
     for events, version in (
         ([Committed(1, 1, 1.0), Took(1, (Ticket(2, 2),)), Took(1, ())], 1),
@@ -165,7 +165,7 @@ words = st.text(max_size=20)
     steps=st.lists(
         st.tuples(st.lists(tickets, min_size=1, max_size=6), st.integers(0, 3), st.integers(0, 99) | st.none())
     ),
-    failures=st.lists(st.builds(Failed, tickets, st.none() | words, words, words, seconds), max_size=5),
+    failures=st.lists(st.builds(AttemptFailed, tickets, st.none() | words, words, words, seconds), max_size=5),
     abandoned=st.lists(st.builds(Abandoned, st.integers(0, 2**40), st.integers(0, 9), words, seconds), max_size=5),
     reserved=st.integers(0, 2**62),
 )
@@ -324,7 +324,7 @@ print("continued")
 PER_STEP = 3
 
 
-def trained_large(step: int) -> list[Event]:
+def trained_large(step: int) -> list[JournalEvent]:
     """Groups as large as real ones, so that kills hit checkpoints and transactions of several pages."""
     return trained(step, range(step * PER_STEP, (step + 1) * PER_STEP), size=GROUP_BYTES)
 
@@ -456,7 +456,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("killed") / "journal.sqlite"
     with opened(path) as journal:
         for step in range(1, 61):
-            failure = Failed(Ticket(step, 10**6 + step), "infra", "engine", "it broke", 0.0)
+            failure = AttemptFailed(Ticket(step, 10**6 + step), "infra", "engine", "it broke", 0.0)
             journal.append([*trained_large(step), failure])
         journal.append([group(10**5 + one, size=GROUP_BYTES) for one in range(20)])
         return copied(path, path.with_name("copy"))
@@ -584,7 +584,7 @@ def test_a_journal_of_the_first_release_is_still_read_and_continued(path: Path):
         ]
         assert journal.groups(2) == [group(2), group(3, attempt=1)]
         assert list(journal.stored()) == [group(4)]
-        assert list(journal.failures()) == [Failed(Ticket(5, 5, 1), "infra", "engine", "it broke", 7.0)]
+        assert list(journal.failures()) == [AttemptFailed(Ticket(5, 5, 1), "infra", "engine", "it broke", 7.0)]
         assert list(journal.abandoned()) == [Abandoned(6, 2, "prompt", 8.0)]
         assert journal.reserved() == 1024
         journal.append(trained(3, [4, 7]))

@@ -14,10 +14,10 @@ import pytest
 from freewheel.data.group import Ticket
 from freewheel.queue import journal as journal_module
 from freewheel.queue.journal import (
-    Event,
     Journal,
     JournalClosed,
     JournalDamaged,
+    JournalEvent,
     JournalFull,
     JournalWriter,
     Reserved,
@@ -40,13 +40,13 @@ class Scripted:
     path = Path("/run/journal.sqlite")
 
     def __init__(self) -> None:
-        self.appended: list[list[Event]] = []
+        self.appended: list[list[JournalEvent]] = []
         self.error: Exception | None = None
         self.attempts = threading.Semaphore(0)
         self.go = threading.Event()
         self.closed = threading.Event()
 
-    def append(self, events: Sequence[Event]) -> None:
+    def append(self, events: Sequence[JournalEvent]) -> None:
         self.attempts.release()
         self.go.wait()
         if self.error is not None:
@@ -61,7 +61,7 @@ class Scripted:
             assert await asyncio.to_thread(self.attempts.acquire, timeout=20.0), "the writer did not try to append"
 
     @property
-    def events(self) -> list[Event]:
+    def events(self) -> list[JournalEvent]:
         return [event for batch in self.appended for event in batch]
 
 

@@ -9,12 +9,12 @@ import pytest
 from freewheel.data.group import Ticket
 from freewheel.queue.journal import (
     Abandoned,
+    AttemptFailed,
     CheckpointMark,
     Committed,
-    Event,
-    Failed,
     Journal,
     JournalDamaged,
+    JournalEvent,
     Reserved,
     Stored,
     Took,
@@ -27,21 +27,21 @@ def ticket(ordinal: int, *, sequence: int | None = None, attempt: int = 0) -> Ti
     return Ticket(ordinal, ordinal if sequence is None else sequence, attempt)
 
 
-def stored(*ordinals: int, version: int = 0) -> list[Event]:
+def stored(*ordinals: int, version: int = 0) -> list[JournalEvent]:
     return [Stored(ticket(one), version, b"%d" % one, 0.0) for one in ordinals]
 
 
-def took(step: int, *ordinals: int, missing: int = 0) -> Event:
+def took(step: int, *ordinals: int, missing: int = 0) -> JournalEvent:
     return Took(step, tuple(ticket(one) for one in ordinals), missing)
 
 
-def trained(step: int, *ordinals: int, version: int | None = None) -> list[Event]:
+def trained(step: int, *ordinals: int, version: int | None = None) -> list[JournalEvent]:
     before, after = (step - 1, step) if version is None else (version, version)
     return [*stored(*ordinals, version=before), took(step, *ordinals), Committed(step, after, float(step))]
 
 
-def failed(one: Ticket, kind: Kind | None = Kind.INFRA, reason: str = "engine") -> Failed:
-    return Failed(one, kind, reason, "", 0.0)
+def failed(one: Ticket, kind: Kind | None = Kind.INFRA, reason: str = "engine") -> AttemptFailed:
+    return AttemptFailed(one, kind, reason, "", 0.0)
 
 
 def damage(journal: Journal, sequence: int) -> None:
@@ -87,7 +87,7 @@ def test_the_groups_of_a_step_that_was_given_back_are_ready(journal: Journal) ->
     ],
     ids=["stored", "trained", "taken", "abandoned", "failed", "another attempt stored"],
 )
-def test_an_attempt_in_flight_that_has_ended_is_not_open(journal: Journal, events: list[Event]) -> None:
+def test_an_attempt_in_flight_that_has_ended_is_not_open(journal: Journal, events: list[JournalEvent]) -> None:
     journal.append(events)
     found = again(journal, a=[ticket(1)])
     assert not found.in_flight
@@ -139,7 +139,7 @@ def test_a_prompt_whose_budget_was_spent_when_the_queue_died_is_abandoned(journa
     ids=["a step", "a group"],
 )
 def test_a_queue_cannot_restart_without_what_a_live_trainer_builds_on(
-    journal: Journal, events: list[Event], message: str
+    journal: Journal, events: list[JournalEvent], message: str
 ) -> None:
     journal.append(events)
     with pytest.raises(JournalDamaged, match=message):
@@ -214,7 +214,12 @@ def test_a_journal_that_lost_its_end_starts_from_the_checkpoint(journal: Journal
     ids=["new", "compacted beyond the checkpoint", "other prompts", "other version"],
 )
 def test_a_journal_that_does_not_fit_the_checkpoint_starts_from_it(
-    journal: Journal, events: list[Event], base: int, checkpoint: CheckpointMark, note: str, next_ordinals: list[int]
+    journal: Journal,
+    events: list[JournalEvent],
+    base: int,
+    checkpoint: CheckpointMark,
+    note: str,
+    next_ordinals: list[int],
 ) -> None:
     journal.append(events)
     if base:

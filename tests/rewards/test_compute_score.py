@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from freewheel.judge import ConfigError, EngineDied, Secret
+from freewheel.judge import ConfigError, JudgeDied, Secret
 from freewheel.judge.testing import RunningJudge
 from freewheel.judge.verdict import Scored
 from freewheel.rewards import RewardFailed, compute_score, compute_score_async, register_rule, rules, shutdown_judges
@@ -305,7 +305,7 @@ def test_a_judge_that_died_for_good_is_replaced_at_the_next_call(
     broken, _ = _judge_for(THREAD)
 
     def dies(*_: Any, **__: Any) -> Any:
-        raise EngineDied("it kept dying")
+        raise JudgeDied("it kept dying")
 
     monkeypatch.setattr(broken, "submit", dies)
     assert call(**single("good #### 4"), **THREAD)["judge_status"] == "scored"

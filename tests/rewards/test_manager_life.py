@@ -23,7 +23,7 @@ import psutil
 import pytest
 
 from freewheel.judge import Failed, Handle, JudgeRequest, Scored, transport
-from freewheel.judge.verdict import EngineDied
+from freewheel.judge.verdict import JudgeDied
 from freewheel.rewards import LengthPenaltyRewardManager, RewardFailed
 from freewheel.rewards import manager as manager_module
 from freewheel.rewards import openai_manager as openai_manager_module
@@ -264,7 +264,7 @@ def test_an_engine_that_keeps_dying_is_replaced_by_the_synchronous_path_which_sa
 
     again = batch_of("yes c")
     assert last_values(manager(again), again) == [6.0], "later batches find it broken"
-    assert "EngineDied" in logged(logging.WARNING)[-1] and "synchronous path" in logged(logging.WARNING)[-1]
+    assert "JudgeDied" in logged(logging.WARNING)[-1] and "synchronous path" in logged(logging.WARNING)[-1]
     manager.shutdown_workers()
     assert last_values(manager(again), again) == [6.0]
     assert len(logged(logging.WARNING)) == 2, "after a shutdown there is a new engine"
@@ -285,7 +285,7 @@ def test_an_engine_that_cannot_start_is_replaced_by_the_synchronous_path(
         raise error
 
     if moment == "process":
-        monkeypatch.setattr(transport.subprocess, "Popen", fail)
+        monkeypatch.setattr(transport, "start_child", fail)
     else:
         monkeypatch.setattr(transport.Link, "start", fail)
 
@@ -319,7 +319,7 @@ async def test_a_dead_engine_and_broken_rows_are_replaced_inside_a_running_loop_
         return handle
 
     def die(*_: Any, **__: Any) -> Any:
-        raise EngineDied("it died")
+        raise JudgeDied("it died")
 
     for submit, scores in ((break_first, [5.0, 7.0]), (die, [5.0, 5.0])):
         monkeypatch.setattr(manager.async_openai_manager, "submit", submit)

@@ -23,7 +23,7 @@ from freewheel.data.group import Prompt, Response, Ticket
 from freewheel.judge import ConfigError
 from freewheel.judge.judge import Judge
 from freewheel.judge.testing import JudgeProfile, MockJudge, RunningJudge
-from freewheel.judge.verdict import EngineDied, Failed, Scored, Skipped
+from freewheel.judge.verdict import Failed, JudgeDied, Scored, Skipped
 from freewheel.rollout import reward_stage
 from freewheel.rollout.reward_functions import load_reward
 from freewheel.rollout.reward_stage import FatalRewardFailure, GroupPolicy, GroupScoring, RewardStage, ScoringFailed
@@ -497,7 +497,7 @@ async def test_a_judge_that_broke_down_is_replaced_once(make_stage: MakeStage, m
     def breaks(judge: Judge, *given: Any, **more: Any) -> Any:
         submits.append(judge)
         if len(submits) in (1, 3, 4):
-            raise EngineDied("exit code 9")
+            raise JudgeDied("exit code 9")
         return submit(judge, *given, **more)
 
     monkeypatch.setattr(Judge, "submit", breaks)

@@ -16,8 +16,8 @@ from freewheel.rollout.vllm import api, engine
 from freewheel.runtime.building import engine_settings
 from freewheel.runtime.config_files import to_config
 from freewheel.runtime.placement import Gpu, Machine
-from freewheel.runtime.plan import resolve
 from freewheel.runtime.preflight import engine_problems, preflight
+from freewheel.runtime.run_plan import resolve
 
 KNOWN = ("model", "max_num_batched_tokens", "enforce_eager", "kv_cache_memory_bytes", "max_model_len", "seed")
 GPU_BYTES = 80 << 30
@@ -166,4 +166,4 @@ def test_a_missing_or_old_vllm_is_refused_but_a_plan_is_possible(
 def test_a_recent_or_unknown_release_is_accepted(monkeypatch: pytest.MonkeyPatch, release: str) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: release)
     api.require()
-    assert api.installed() == release
+    assert api.find_release() == release

@@ -28,7 +28,7 @@ from freewheel.rollout.engine import (
 )
 from freewheel.rollout.vllm.api import Timeline, TokenVersions
 from freewheel.rollout.vllm.engine import VllmEngine
-from freewheel.rollout.vllm.remote import RemoteLlm, Server, find_server
+from freewheel.rollout.vllm.remote import RemoteLlm, RemoteServer, find_server
 from freewheel.sync.weights import AnyWeights
 
 from .fake_server import WEIGHTS, FakeServer
@@ -73,7 +73,7 @@ async def engine(server: FakeServer) -> AsyncIterator[VllmEngine]:
 
 
 def engine_over(server: FakeServer, **settings: Any) -> VllmEngine:
-    found = Server(str(server.server.make_url("/")).rstrip("/"), "a model")
+    found = RemoteServer(str(server.server.make_url("/")).rstrip("/"), "a model")
     limits = {"slots": 4, "max_prompt_tokens": 8, "max_new_tokens": 16, "vocabulary": VOCABULARY}
     return VllmEngine(partial(RemoteLlm, found), ship=Shipments(), **limits, **settings)
 

@@ -137,7 +137,7 @@ def test_weights_are_gone_if_their_trainer_dies_before_or_while_they_are_read() 
     packer = DevicePacker(bucket_bytes=1 << 20, share=lambda buffer: {})
     weights = packer(TENSORS)
     trainer = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    weights.owner = Owner(trainer.pid, device._started(trainer.pid))
+    weights.owner = Owner(trainer.pid, device._read_start_time(trainer.pid))
     with pytest.raises(WeightsGone), ship(weights):
         trainer.kill()
         trainer.communicate()

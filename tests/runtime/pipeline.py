@@ -28,10 +28,10 @@ from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.config_files import to_config
 from freewheel.runtime.model_size import find_folder, model_folder, read_model_size
 from freewheel.runtime.placement import Machine
-from freewheel.runtime.plan import Plan, resolve
+from freewheel.runtime.run_plan import RunPlan, resolve
 from freewheel.sync.synchronizer import ParameterSynchronizer
 from freewheel.sync.weights import Weights
-from freewheel.trainer.backend import Row
+from freewheel.trainer.backend import MetricsRow
 from freewheel.trainer.checkpoint import CheckpointFailed
 from freewheel.trainer.trainer import Ending, FullyAsyncTrainer
 
@@ -56,7 +56,7 @@ def small_config(**sections: Any) -> TrainConfig:
     return to_config(values)
 
 
-def plan_of(config: TrainConfig) -> Plan:
+def plan_of(config: TrainConfig) -> RunPlan:
     """Return the plan for a machine with two cores."""
     folder = find_folder(config)
     assert folder is not None
@@ -75,7 +75,7 @@ class Finished:
     versions: list[int] = field(default_factory=list)
     """The trainer's version before each step."""
     deaths: int = 0
-    rows: list[Row] = field(default_factory=list)
+    rows: list[MetricsRow] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     queue: dict[str, Any] = field(default_factory=dict)
     rollouters: list[dict[str, Any]] = field(default_factory=list)
@@ -318,7 +318,7 @@ def mark_of(side: TrainSide) -> CheckpointMark:
 
 
 def rollout_sides(
-    config: TrainConfig, plan: Plan, train_side: TrainSide, replicas: int, reward: Callable[..., Any] | None = None
+    config: TrainConfig, plan: RunPlan, train_side: TrainSide, replicas: int, reward: Callable[..., Any] | None = None
 ) -> list[RolloutSide]:
     """Build rollouters whose engines hold the trainer's first weights."""
     path = train_side.resumed.path if train_side.resumed else model_folder(config)

@@ -16,7 +16,7 @@ from freewheel.data.group import Ticket
 from freewheel.observe.snapshot import RunSnapshot
 from freewheel.runtime import actors
 from freewheel.runtime.supervisor import Supervisor
-from freewheel.trainer.backend import Row
+from freewheel.trainer.backend import MetricsRow
 
 WAIT_S = 30.0
 
@@ -134,8 +134,8 @@ class Trainer(Part):
             self.statistics["saved_step"] = 3
             self.end.set_result("stopped")
 
-    async def rows(self) -> list[Row]:
-        return [Row("step", 3, {})] if self.end.done() else []
+    async def rows(self) -> list[MetricsRow]:
+        return [MetricsRow("step", 3, {})] if self.end.done() else []
 
     async def publish_again(self) -> None:
         self.calls.append(("publish_again",))

@@ -14,7 +14,7 @@ from freewheel.observe.recorder import Recorder, read_metrics
 from freewheel.rollout.reward_functions import failed
 from freewheel.rollout.reward_stage import JUDGE_TOTALS, RewardCounts
 from freewheel.runtime.account import RunAccount, sum_replicas
-from freewheel.trainer.backend import Row
+from freewheel.trainer.backend import MetricsRow
 
 from .pipeline import small_config
 from .standins import View
@@ -35,7 +35,7 @@ class Scene:
         self.account.begin(0)
         self.account.started()
 
-    def look(self, *rows: Row, last: bool = False, **stats: Any) -> bool:
+    def look(self, *rows: MetricsRow, last: bool = False, **stats: Any) -> bool:
         named = {name.replace("_", "-"): found for name, found in stats.items()}
         return self.account.look(named, rows, self.now, last=last)
 
@@ -45,8 +45,8 @@ def replica(*, elapsed: float = 1.0, generate: float = 0.5, **numbers: Any) -> d
     return {"total_generated_samples": 0, "generated_tokens": 0, "version": 0, **numbers, "spans": spans}
 
 
-def step_row(step: int, **values: float) -> Row:
-    return Row("step", step, {"rollout/reward_mean": step / 10, "max_sample_age": 1.0, **values})
+def step_row(step: int, **values: float) -> MetricsRow:
+    return MetricsRow("step", step, {"rollout/reward_mean": step / 10, "max_sample_age": 1.0, **values})
 
 
 @pytest.fixture
@@ -149,11 +149,13 @@ def test_statistics_of_replicas_are_summed_and_the_work_of_a_replaced_one_stays_
 
 
 def test_rows_are_recorded_and_shown_once_also_where_steps_are_replayed(scene: Scene) -> None:
-    scene.look(step_row(1), step_row(2), Row("eval", 2, {"eval/reward": 0.4}), trainer={"global_steps": 2})
+    scene.look(step_row(1), step_row(2), MetricsRow("eval", 2, {"eval/reward": 0.4}), trainer={"global_steps": 2})
     shown = scene.view.snapshots[-1]
     assert (shown.step, shown.reward, shown.freshness) == (2, 0.2, {"max_sample_age": 1.0})
     assert (shown.reward_curve, shown.eval_curve) == ([(1, 0.1), (2, 0.2)], [(2, 0.4)])
-    scene.look(step_row(2), step_row(3), Row("eval", 1, {"eval/reward": 0.3}))  # an evaluation takes longer than steps
+    scene.look(
+        step_row(2), step_row(3), MetricsRow("eval", 1, {"eval/reward": 0.3})
+    )  # an evaluation takes longer than steps
     assert [row["step"] for row in read_metrics(scene.folder, "step")] == [1, 2, 3]
     assert [step for step, _ in scene.view.snapshots[-1].reward_curve] == [1, 2, 3]
     assert [row["step"] for row in read_metrics(scene.folder, "eval")] == [2, 1] and scene.account.step == 3
@@ -231,9 +233,9 @@ def end(scene: Scene) -> End:
 def test_the_summary_says_how_a_run_went(scene: Scene, end: End) -> None:
     scene.now += 30
     scene.look(
-        Row("eval", 0, {"eval/reward": 0.125}),
+        MetricsRow("eval", 0, {"eval/reward": 0.125}),
         step_row(10),
-        Row("eval", 10, {"eval/reward": 0.9}),
+        MetricsRow("eval", 10, {"eval/reward": 0.9}),
         trainer={"spans": {"elapsed": 30.0, "wait_batch": 3.0, "train": 27.0}},
         rollouter_0=replica(elapsed=30.0, generate=0.95, engine_busy_s=27.0),
     )
@@ -275,8 +277,8 @@ def test_a_summary_without_any_scores_says_why_and_gives_no_advice(scene: Scene,
     for text in ("no key 'answer' in the row" + "!" * 500, "another"):
         counts.settle(failed("KeyError", text, "Traceback (most recent call last):\n  ..."), 0.1)
     scene.look(
-        Row("eval", 0, {"eval/reward": 0.5}),
-        Row("eval", 5, {"eval/reward": math.nan}),
+        MetricsRow("eval", 0, {"eval/reward": 0.5}),
+        MetricsRow("eval", 5, {"eval/reward": math.nan}),
         trainer={"spans": {"elapsed": 30.0, "wait_batch": 29.0, "train": 1.0}},
         rollouter_0=replica(elapsed=30.0, generate=1.0, rewards=counts.snapshot()),
         last=True,

@@ -26,15 +26,15 @@ from freewheel.observe.run_folder import JOURNAL
 from freewheel.queue.journal import (
     CheckpointMark,
     Committed,
-    Event,
     Journal,
     JournalDamaged,
+    JournalEvent,
     JournalFormat,
     Stored,
     Took,
 )
 from freewheel.queue.ledger import Frontier
-from freewheel.rollout.engines import count_parameters, load_causal_lm, load_model_config
+from freewheel.rollout.engine_factories import count_parameters, load_causal_lm, load_model_config
 from freewheel.rollout.evaluation import EvalResult
 from freewheel.runtime.building import (
     OpenedQueue,
@@ -185,7 +185,7 @@ def write_one_step(folder: Path) -> Path:
     """Prompts 0 to 3 are trained on, 4 and 5 are queued."""
     tickets = tuple(Ticket(ordinal, ordinal, 0) for ordinal in range(P + 2))
     path = folder / JOURNAL
-    stored: list[Event] = [Stored(ticket, 0, b"a group", 0.0) for ticket in tickets]
+    stored: list[JournalEvent] = [Stored(ticket, 0, b"a group", 0.0) for ticket in tickets]
     with closing(Journal(path)) as journal:
         journal.append([*stored, Took(1, tickets[:P], 0), Committed(1, 1, 0.0)])
     return path

@@ -24,7 +24,7 @@ from freewheel.runtime import placement
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.config_files import to_config, to_yaml
 from freewheel.runtime.evaluation import eval_config, find_target
-from freewheel.runtime.plan import resolve
+from freewheel.runtime.run_plan import resolve
 from freewheel.runtime.start import make_plan, new_run, resume, split_resume, write_config
 from freewheel.trainer.checkpoint import STATE, RunLock, write_state
 
@@ -169,7 +169,7 @@ ROWS = ("data.task=rows", "model.path=org/model", "data.train=good.jsonl")
         ("reward.function={}:", "give module:name"),
         ("rollout.engine=sglang", "choose native, vllm, or give module:name of your own"),
         ("rollout.engine=no_such_{}:Engine", "there is no module no_such_"),
-        ("rollout.engine={}:Other", "it must be a subclass of freewheel.rollout.engines.EngineFactory"),
+        ("rollout.engine={}:Other", "it must be a subclass of freewheel.rollout.engine_factories.EngineFactory"),
         ("rollout.rollouter_class=no_such_{}:Mine", "there is no module no_such_"),
         ("trainer.trainer_class=defualt", "choose default, or give module:name"),
         ("rollout.rollouter_class={}:Missing", "has no Missing"),

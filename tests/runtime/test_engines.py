@@ -17,12 +17,12 @@ from freewheel.data.group import Response
 from freewheel.data.tasks.word_problems import model_path
 from freewheel.errors import ConfigError
 from freewheel.rollout.engine import Engine, GenerationRequest
-from freewheel.rollout.engines import EngineFactory, EngineSettings, LoadedEngine, RolloutOptions, find_engine
+from freewheel.rollout.engine_factories import EngineFactory, EngineSettings, LoadedEngine, RolloutOptions, find_engine
 from freewheel.rollout.vllm import engine as vllm_engine
 from freewheel.runtime import placement, preflight
 from freewheel.runtime.config_files import to_config
 from freewheel.runtime.placement import Machine
-from freewheel.runtime.plan import Plan, render, resolve
+from freewheel.runtime.run_plan import RunPlan, render, resolve
 
 from .pipeline import plan_of as pipeline_plan
 from .pipeline import run_pipeline, small_config
@@ -32,11 +32,11 @@ DEAD = "http://127.0.0.1:9"
 """The address of a server that does not answer."""
 
 
-def plan_of(url: str, **rollout: Any) -> Plan:
+def plan_of(url: str, **rollout: Any) -> RunPlan:
     return resolve(to_config({"rollout": {"engine": "vllm", "urls": [url], **rollout}}), LAPTOP)
 
 
-def check_here(plan: Plan, model: str = str(model_path())) -> list[ConfigError]:
+def check_here(plan: RunPlan, model: str = str(model_path())) -> list[ConfigError]:
     """Check as the child process would, without its slow start."""
     problem = pickle.loads(preflight._check_engine(io.BytesIO(pickle.dumps((plan, model)))))
     return [] if problem is None else [problem]

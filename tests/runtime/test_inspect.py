@@ -19,11 +19,11 @@ from typer.testing import CliRunner
 from freewheel.cli import app
 from freewheel.data.group import NO_VERSION, Prompt, PromptGroup, Response, Ticket
 from freewheel.inspect import run as inspecting
-from freewheel.inspect.run import shown
+from freewheel.inspect.run import escape_controls
 from freewheel.judge import verdict
 from freewheel.observe.run_folder import JOURNAL
 from freewheel.queue.audit import Audit, audit
-from freewheel.queue.journal import Abandoned, Committed, Failed, Journal, Stored, Took
+from freewheel.queue.journal import Abandoned, AttemptFailed, Committed, Journal, Stored, Took
 from freewheel.queue.ledger import Frontier
 from freewheel.runtime.config import JournalConfig, TrainConfig
 from freewheel.runtime.start import write_config
@@ -73,8 +73,8 @@ def write_run(folder: Path, *, steps: int = 2, keep_groups: int = 100) -> Journa
     CheckpointStore(folder, keep_last=2).save(1, state=state, fill=lambda folder: None)
     journal.compact(step=1, frontier=frontier, keep_groups=keep_groups)
     journal.append([stored(7), Abandoned(9, 0, "zero_variance", NOW_S + 7)])
-    journal.append([Failed(Ticket(8, 40), "infra", "engine", "CUDA error", NOW_S + 8)])
-    journal.append([Failed(Ticket(3, 1), None, "lost", "rollouter-0 died", NOW_S + 1)])
+    journal.append([AttemptFailed(Ticket(8, 40), "infra", "engine", "CUDA error", NOW_S + 8)])
+    journal.append([AttemptFailed(Ticket(3, 1), None, "lost", "rollouter-0 died", NOW_S + 1)])
     return journal
 
 
@@ -298,4 +298,4 @@ def test_a_compacted_group_keeps_step_version_and_time_and_tokens_need_no_tokeni
 
 
 def test_model_output_cannot_rewrite_the_terminal():
-    assert shown("a\x1b[2J\r\x07b\n\u202ec") == "a\\x1b[2J\\r\\x07b\n\\u202ec"
+    assert escape_controls("a\x1b[2J\r\x07b\n\u202ec") == "a\\x1b[2J\\r\\x07b\n\\u202ec"

@@ -15,8 +15,8 @@ from freewheel.runtime.recovery import (
     STEP_S,
     STEP_TIMES,
     AbandonedPrompts,
-    Progress,
     Restarts,
+    StallDetector,
 )
 
 COMPONENTS = ("queue", "trainer", "rollouter-0")
@@ -56,7 +56,7 @@ def test_the_first_restart_is_immediate_and_waits_double_up_to_a_limit() -> None
 
 
 def test_movement_activity_and_a_pause_restart_the_clock_and_only_movement_forgives_a_stall() -> None:
-    progress = Progress(0.0)
+    progress = StallDetector(0.0)
     progress.note("a", trainer={}, now=0.0)
     assert progress.stalled(6.0, patience_s=6.0) is None and progress.stalled(6.5, patience_s=6.0) is not None
     for now, noted, since, stalls in (
@@ -73,7 +73,7 @@ def test_movement_activity_and_a_pause_restart_the_clock_and_only_movement_forgi
 
 
 def test_stalls_are_reported_once_per_patience_and_counted_until_something_moves() -> None:
-    progress = Progress(0.0)
+    progress = StallDetector(0.0)
     progress.note("a", trainer={}, now=0.0)
     counts = []
     for marks, now in (("a", 10.0), ("a", 15.9), ("a", 20.0), ("b", 30.0), ("b", 40.0), ("b", 50.0)):
@@ -85,7 +85,7 @@ def test_stalls_are_reported_once_per_patience_and_counted_until_something_moves
 
 
 def test_a_step_that_never_ends_is_a_stall_and_the_next_attempt_gets_the_full_time() -> None:
-    progress = Progress(0.0)
+    progress = StallDetector(0.0)
     for now in (0.0, STEP_S):
         progress.note("a", trainer=TRAINS, now=now)
         assert progress.stalled(now, patience_s=10.0) is None
@@ -97,7 +97,7 @@ def test_a_step_that_never_ends_is_a_stall_and_the_next_attempt_gets_the_full_ti
 
 
 def test_steps_may_become_slower_and_each_has_its_own_clock() -> None:
-    progress = Progress(0.0)
+    progress = StallDetector(0.0)
     long_s = STEP_S / 2
     for step in range(4):  # no look falls between two steps
         progress.note(step, trainer={"training": True, "global_steps": step}, now=step * long_s)
@@ -111,7 +111,7 @@ def test_steps_may_become_slower_and_each_has_its_own_clock() -> None:
 
 @pytest.mark.parametrize("work", ["saving", "evaluating"])
 def test_saving_and_evaluating_count_as_activity_for_a_limited_time(work: str) -> None:
-    progress = Progress(0.0)
+    progress = StallDetector(0.0)
     for now, stalls in ((0.0, False), (1000.0, False), (STEP_S, False), (STEP_S + 60, True)):
         progress.note("a", trainer={work: True}, now=now)
         assert (progress.stalled(now, patience_s=10.0) is not None) == stalls

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from freewheel.observe.trace import merged
+from freewheel.observe.trace import merge_traces
 
 DOCUMENTED = re.compile(r"^\| `(\w+)` \| (span|group|counter) \| (\w+) \| ([^|]*) \|", re.M)
 KNOWN = {
@@ -43,7 +43,7 @@ class Trace:
     @classmethod
     def of(cls, run_dir: Path) -> Trace:
         """Raise for an undocumented event, an incomplete pair, or overlapping spans."""
-        events = list(merged(run_dir))
+        events = list(merge_traces(run_dir))
         components = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
         for event in events:
             _check_known(event, components)

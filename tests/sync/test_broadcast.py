@@ -125,7 +125,7 @@ class Dies:
 
     def __init__(self, group: TorchGroup, left: int) -> None:
         self.device = group.device
-        self.agreed = group.agreed
+        self.agree = group.agree
         self._group, self._left = group, left
 
     def broadcast(self, tensor: Tensor) -> None:
@@ -223,7 +223,7 @@ def test_a_group_of_nccl_has_the_same_calls() -> None:
     group = TorchGroup("nccl", address="127.0.0.1", port=free_port(), rank=0, size=1, timeout_s=WAIT_S)
     entries, buffers = in_buffers(1, 1300, "cuda")
     send(group, 1, sum_of_buckets(entries, buffers), entries, buffers)
-    assert group.agreed(True) and not group.agreed(False)
+    assert group.agree(True) and not group.agree(False)
     assert equals({name: one.cpu() for name, one in views(entries, buffers).items()}, 1)
     group.close()
 

@@ -102,7 +102,7 @@ def test_another_process_opens_what_it_was_sent(packer: DevicePacker, monkeypatc
 def another_process() -> Iterator[Owner]:
     """Yield a process that lives as long as the context."""
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    owner = Owner(process.pid, device._started(process.pid))
+    owner = Owner(process.pid, device._read_start_time(process.pid))
     assert owner.alive and not Owner(process.pid, "1").alive, "a number may be used again"
     yield owner
     process.communicate(b"\n")

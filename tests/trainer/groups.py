@@ -11,7 +11,7 @@ import torch
 
 from freewheel.data.group import Prompt, PromptGroup, Response, Ticket
 from freewheel.trainer.advantages import AdvantageInputs
-from freewheel.trainer.batching import MicroBatch, Sample, micro_batches, mini_batches
+from freewheel.trainer.batching import MicroBatch, TrainingSample, micro_batches, mini_batches
 from freewheel.trainer.losses import LossInputs, LossOutputs
 from freewheel.trainer.options import AlgorithmConfig
 
@@ -65,7 +65,9 @@ def random_group(
     return make_group(ordinal, responses, prompt=rng.integers(1, VOCABULARY, int(rng.integers(2, 7))).tolist())
 
 
-def samples_of(groups: Sequence[PromptGroup], advantages: Sequence[Any] | None = None, **settings: Any) -> list[Sample]:
+def samples_of(
+    groups: Sequence[PromptGroup], advantages: Sequence[Any] | None = None, **settings: Any
+) -> list[TrainingSample]:
     """Return the samples of all mini-batches."""
     if advantages is None:
         advantages = [np.zeros(len(group)) for group in groups]

@@ -29,7 +29,7 @@ from freewheel.data.group import PromptGroup
 from freewheel.errors import DataError
 from freewheel.trainer import fsdp
 from freewheel.trainer.backend import NonFiniteLoss
-from freewheel.trainer.fsdp import FsdpBackend, Host, Meeting, World, join
+from freewheel.trainer.fsdp import FsdpBackend, Meeting, MeetingHost, World, join
 from freewheel.trainer.options import AlgorithmConfig, LoraConfig, OptimizerConfig
 from freewheel.trainer.torch_backend import TorchBackend
 
@@ -70,7 +70,7 @@ class Processes:
 
 
 def _meet(size: int) -> Meeting:
-    _here["host"] = Host(fsdp.LOCAL_HOST, size)
+    _here["host"] = MeetingHost(fsdp.LOCAL_HOST, size)
     return _here["host"].meeting
 
 

@@ -16,7 +16,7 @@ from freewheel.trainer.batching import (
     MULTIPLE,
     PIECES,
     MicroBatch,
-    Sample,
+    TrainingSample,
     micro_batches,
     mini_batches,
     packed_batches,
@@ -31,13 +31,13 @@ NAN = float("nan")
 ALWAYS = 1e9
 
 
-def batches_of(samples: list[Sample], budget: int, *, packed: bool, share: float | None) -> list[MicroBatch]:
+def batches_of(samples: list[TrainingSample], budget: int, *, packed: bool, share: float | None) -> list[MicroBatch]:
     if packed:
         return packed_batches(samples, budget, share=share is not None)
     return micro_batches(samples, budget, share)
 
 
-def samples_of_sizes(sizes: list[tuple[int, list[int]]]) -> list[Sample]:
+def samples_of_sizes(sizes: list[tuple[int, list[int]]]) -> list[TrainingSample]:
     """Of each group: the length of its prompt and those of its responses."""
     return samples_of(
         [
@@ -172,7 +172,7 @@ def test_mini_batches_hold_whole_groups_and_none_is_empty() -> None:
     assert deal([random_group(0), make_group(1, [make_response([5], value=NAN)])], 4) == [{0}]
 
 
-def cost(samples: list[Sample]) -> int:
+def cost(samples: list[TrainingSample]) -> int:
     return sum(row_length([sample]) for sample in samples)
 
 

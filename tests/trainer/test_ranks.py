@@ -14,7 +14,7 @@ from freewheel.data.group import PromptGroup
 from freewheel.errors import DataError
 from freewheel.trainer.backend import BackendState, NonFiniteLoss
 from freewheel.trainer.checkpoint import _is_about_space
-from freewheel.trainer.ranks import Follower, Leader, Pulse, RankLost, ShardsNotWritten
+from freewheel.trainer.ranks import Follower, Leader, Liveness, RankLost, ShardsNotWritten
 
 from .groups import random_group
 
@@ -183,7 +183,7 @@ def test_a_file_that_rank_0_cannot_see_fails_the_checkpoint(
 
 
 def test_a_pulse_is_silent_after_the_allowed_time() -> None:
-    pulse = Pulse(silent_s=60.0, now=0.0)
+    pulse = Liveness(silent_s=60.0, now=0.0)
     assert not pulse.is_silent(60.0) and pulse.is_silent(60.1)
     pulse.heard(100.0)
     assert not pulse.is_silent(160.0) and pulse.is_silent(160.1)

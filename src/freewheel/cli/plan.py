@@ -17,7 +17,7 @@ from freewheel.cli.flags import argument, flag, flags, takes
 from freewheel.errors import ConfigError
 
 if TYPE_CHECKING:
-    from freewheel.plan.planner import Planned, Row
+    from freewheel.plan.planner import Planned, SimulatedSplit
 
 EPILOG = """
 The plan simulates a run under a virtual clock, with the classes that make the decisions in a real run. Each line says
@@ -160,7 +160,9 @@ def _title(planned: Planned) -> str:
     return f"{planned.about}\nmode {config.mode}, {planned.groups_per_step:,} groups x {config.rollout.n} per step"
 
 
-def _show(planned: Planned, rows: list[Row], scaled: list[Row], *, price: float | None, as_json: bool) -> None:
+def _show(
+    planned: Planned, rows: list[SimulatedSplit], scaled: list[SimulatedSplit], *, price: float | None, as_json: bool
+) -> None:
     from freewheel.plan import report
     from freewheel.plan.planner import best
 
@@ -177,10 +179,10 @@ def _show(planned: Planned, rows: list[Row], scaled: list[Row], *, price: float 
     parts = [_title(planned), "", report.table(rows, price=price), "", report.summary(rows)]
     if scaled:
         parts += ["", "With groups per step in proportion to the accelerators:", "", report.scaling_table(scaled)]
-    print_text("\n".join([*parts, "", report.explained([*rows, *scaled])]))
+    print_text("\n".join([*parts, "", report.explain([*rows, *scaled])]))
 
 
-def _draw(path: Path, planned: Planned, rows: list[Row], scaled: list[Row]) -> None:
+def _draw(path: Path, planned: Planned, rows: list[SimulatedSplit], scaled: list[SimulatedSplit]) -> None:
     from freewheel.plan.report import draw
 
     try:

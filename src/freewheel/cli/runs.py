@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from freewheel.inspect.prompt import GroupLife, ResponseLife
     from freewheel.inspect.run import JournalFacts, Report
-    from freewheel.observe.trace import Event
+    from freewheel.observe.trace import TraceEvent
 
 INSPECT_EPILOG = """
 Exit codes: 0 every prompt is accounted for; 1 a prompt is lost, repeated or recorded inconsistently; 2 there is no
@@ -81,7 +81,7 @@ def _line(text: str, style: str = "") -> Text:
 
 
 def _report(report: Report) -> list[RenderableType]:
-    from freewheel.inspect.run import shown
+    from freewheel.inspect.run import escape_controls
 
     head = _line(f"{report.run}: step {report.steps}, version {report.version}", style="bold")
     kept = ", ".join(f"step {one.step}" + (" (damaged)" if one.damaged else "") for one in report.checkpoints)
@@ -100,8 +100,8 @@ def _report(report: Report) -> list[RenderableType]:
         head,
         _table(rows),
         _line("Every prompt is accounted for.", style="green") if clean else _line(wrong, style="bold red"),
-        *(_line(f"  {shown(text)}", style="red") for text in report.violations),
-        *(_line(f"note: {shown(text)}", style="dim") for text in report.notes),
+        *(_line(f"  {escape_controls(text)}", style="red") for text in report.violations),
+        *(_line(f"note: {escape_controls(text)}", style="dim") for text in report.notes),
     ]
 
 
@@ -113,9 +113,9 @@ def _journal(facts: JournalFacts | None) -> str:
 
 
 def _counts(counts: Mapping[str, int]) -> str:
-    from freewheel.inspect.run import shown
+    from freewheel.inspect.run import escape_controls
 
-    return ", ".join(f"{shown(reason)} {count:,}" for reason, count in sorted(counts.items()))
+    return ", ".join(f"{escape_controls(reason)} {count:,}" for reason, count in sorted(counts.items()))
 
 
 def _table(rows: list[tuple[str, str, str]]) -> RenderableType:
@@ -131,36 +131,37 @@ def _table(rows: list[tuple[str, str, str]]) -> RenderableType:
 
 
 def _life(life: GroupLife) -> list[RenderableType]:
-    from freewheel.inspect.run import shown
+    from freewheel.inspect.run import escape_controls
 
     head = f"prompt {life.group} of {life.run}: {life.state}"
     if life.step is not None:
         head += f" in step {life.step}" + (f", version {life.version}" if life.version is not None else "")
     if life.abandoned:
-        head += f" ({shown(life.abandoned)})"
+        head += f" ({escape_controls(life.abandoned)})"
     lines: list[RenderableType] = [_line(head, style="bold")]
     times = {"created": life.created_s, "scored and stored": life.stored_s}
     times |= {"committed": life.committed_s, "abandoned": life.ended_s}
     lines += [_line(f"  {name}: {_clock(at)}") for name, at in times.items() if at is not None]
     for one in life.failed:
         cost = f"{one.kind} failure" if one.kind else "does not count against its budget"
-        lines.append(_line(f"  attempt {one.attempt} failed {_clock(one.wall_s)}: {shown(one.reason)} ({shown(cost)})"))
-        lines += [_line(f"    {line}", style="dim") for line in shown(one.detail).splitlines()]
+        why = f"{escape_controls(one.reason)} ({escape_controls(cost)})"
+        lines.append(_line(f"  attempt {one.attempt} failed {_clock(one.wall_s)}: {why}"))
+        lines += [_line(f"    {line}", style="dim") for line in escape_controls(one.detail).splitlines()]
     if life.prompt_tokens:
         lines.append(_line(f"prompt, {len(life.prompt_tokens)} tokens:", style="bold"))
         lines.append(_line(_indent_text(life.prompt, life.prompt_tokens)))
     for number, response in enumerate(life.responses):
         lines += _response(number, response)
-    return [*lines, *(_line(f"note: {shown(text)}", style="dim") for text in life.notes)]
+    return [*lines, *(_line(f"note: {escape_controls(text)}", style="dim") for text in life.notes)]
 
 
 def _response(number: int, response: ResponseLife) -> list[RenderableType]:
-    from freewheel.inspect.run import shown
+    from freewheel.inspect.run import escape_controls
 
     value = "no reward" if response.value is None else f"reward {response.value:g}"
     raw = "" if response.raw is None or response.raw == response.value else f", raw {response.raw:g}"
-    why = f" ({shown(response.reason)})" if response.reason else ""
-    parts = "".join(f", {shown(name)} {part:g}" for name, part in response.parts.items())
+    why = f" ({escape_controls(response.reason)})" if response.reason else ""
+    parts = "".join(f", {escape_controls(name)} {part:g}" for name, part in response.parts.items())
     runs = ", ".join(
         f"{'v' + str(version) if version >= 0 else 'given'} ×{count}" for version, count in response.versions
     )
@@ -174,9 +175,9 @@ def _response(number: int, response: ResponseLife) -> list[RenderableType]:
 
 def _indent_text(text: str | None, tokens: list[int]) -> str:
     """Indent the text, so that no response looks like a line of this program."""
-    from freewheel.inspect.run import shown
+    from freewheel.inspect.run import escape_controls
 
-    return "\n".join(f"  | {line}" for line in shown(str(tokens) if text is None else text).split("\n"))
+    return "\n".join(f"  | {line}" for line in escape_controls(str(tokens) if text is None else text).split("\n"))
 
 
 def _clock(wall_s: float) -> str:
@@ -224,14 +225,14 @@ def trace_run(run: str, output: Path) -> None:
             say(f"warning: {_describe_skipped(no_events)}")
 
 
-def _find_events(run: str, folder: Path, no_events: Counter[Path]) -> Iterator[Event]:
+def _find_events(run: str, folder: Path, no_events: Counter[Path]) -> Iterator[TraceEvent]:
     """Return the events of a run. A run without any is refused before a file is touched."""
     from freewheel.observe.lines import files_of
     from freewheel.observe.run_folder import TRACE
     from freewheel.observe.trace import METADATA
 
     events = _events(run, folder, no_events)
-    first: list[Event] = []
+    first: list[TraceEvent] = []
     for event in events:
         first.append(event)
         if event["ph"] != METADATA:
@@ -256,17 +257,17 @@ def _join_paths(paths: Sequence[Path]) -> str:
     return ", ".join(map(str, paths[:NAMED])) + more
 
 
-def _events(run: str, folder: Path, no_events: Counter[Path]) -> Iterator[Event]:
-    from freewheel.observe.trace import merged
+def _events(run: str, folder: Path, no_events: Counter[Path]) -> Iterator[TraceEvent]:
+    from freewheel.observe.trace import merge_traces
 
     try:
-        yield from merged(folder, refused=lambda path: no_events.update([path]))
+        yield from merge_traces(folder, refused=lambda path: no_events.update([path]))
     except OSError as error:
         which = error.filename or "a file of its trace"
         raise ConfigError("RUN", run, f"{which} cannot be read ({error.strerror})") from error
 
 
-def _write(output: Path, events: Iterable[Event]) -> int:
+def _write(output: Path, events: Iterable[TraceEvent]) -> int:
     """Write a file that only this user can read: a trace shows parts of a run."""
 
     from freewheel.observe.trace import write_json

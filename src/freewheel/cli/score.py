@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
 
     from freewheel.judge.cache import Store, StoreStats
-    from freewheel.judge.row_files import Tally
-    from freewheel.judge.scoring import Progress, ScoringJob, Stopped, Summary
+    from freewheel.judge.row_files import RowCounts
+    from freewheel.judge.scoring import ScoringJob, ScoringProgress, Stopped, Summary
 
 EPILOG = """
 Exit codes: 0 every row was scored or skipped; 1 some rows failed or were malformed; 2 a flag, a file or a setting
@@ -168,7 +168,7 @@ def describe(summary: Summary, *, malformed_shown: int) -> str:
     return f"{text}; {summary.elapsed_s:.1f} s, {rate:,.0f} rows/s"
 
 
-def explain_failed(tally: Tally, *, target: str) -> str:
+def explain_failed(tally: RowCounts, *, target: str) -> str:
     """Say what failed first and how to score those rows again. The same command would keep them as they are."""
     text = f"the first that failed: {tally.first_failure}"
     return text if is_stream(target) else f"{text}. Rows that failed are kept: --retry-failed scores them again"
@@ -234,7 +234,7 @@ class Reporter:
         if self.malformed <= MALFORMED_SHOWN:
             self.say(f"line {line} is malformed: {detail}")
 
-    def show(self, progress: Progress) -> None:
+    def show(self, progress: ScoringProgress) -> None:
         text = self._describe(progress)
         if self._bar is not None:
             task = self._bar.tasks[0].id
@@ -243,7 +243,7 @@ class Reporter:
             self._said_s = progress.elapsed_s
             say(text)
 
-    def _describe(self, progress: Progress) -> str:
+    def _describe(self, progress: ScoringProgress) -> str:
         samples, tally, calls = self._samples, progress.tally, progress.calls
         samples.append((progress.elapsed_s, progress.decided, progress.bytes_done))
         while samples[0][0] < progress.elapsed_s - RATE_WINDOW_S:

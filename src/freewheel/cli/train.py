@@ -99,7 +99,7 @@ def evaluate(target: str, as_json: bool, **given: Any) -> None:
 
     with plain_errors():
         _require(EVALUATES)
-        from freewheel.rollout.engines import find_engine
+        from freewheel.rollout.engine_factories import find_engine
         from freewheel.runtime.evaluation import eval_config, find_target, run_evaluation
         from freewheel.runtime.start import find_local_modules
 
@@ -121,7 +121,7 @@ def evaluate(target: str, as_json: bool, **given: Any) -> None:
 def _print_plan(overrides: list[str], config_path: str | None, config_name: str | None) -> None:
     """Print the plan. Without a plan, print every setting that is refused."""
     from freewheel.doctor.run import find_concerns, read_run
-    from freewheel.runtime.plan import render
+    from freewheel.runtime.run_plan import render
 
     run = read_run(overrides, config_path, config_name)
     if run.plan is None:

@@ -135,7 +135,7 @@ CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)
 """Escape sequences and control characters, except newline and tab: a message may come from a judge or a model."""
 
 
-class View:
+class TerminalView:
     """Shows a run. A view can be closed twice. If it cannot write, it stops writing and does not raise."""
 
     def __init__(self, file: IO[str]) -> None:
@@ -178,7 +178,7 @@ class View:
             self.silent = True
 
 
-class PlainView(View):
+class PlainView(TerminalView):
     """Lines for files, pipes and CI: one for the first snapshot, each evaluation and each tenth of the steps, and at
     least one every `every_s` seconds."""
 
@@ -217,7 +217,7 @@ class PlainView(View):
         self._file.flush()
 
 
-class LiveView(View):
+class LiveView(TerminalView):
     """The panel, redrawn in place."""
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -232,7 +232,7 @@ class LiveView(View):
             self._quietly(lambda: self._draw(snapshot))
 
     def say(self, text: str) -> None:
-        self._quietly(lambda: self._console.print(Text(wrapped(clean(text), self._console.width)), soft_wrap=True))
+        self._quietly(lambda: self._console.print(Text(wrap_words(clean(text), self._console.width)), soft_wrap=True))
 
     def finish(self, snapshot: RunSnapshot, summary: str) -> None:
         self._quietly(lambda: self._draw(snapshot))
@@ -262,7 +262,7 @@ class LiveView(View):
         self._drawn_at = self._clock()
 
 
-def view(console: Console | None = None, plain: bool = False) -> View:
+def view(console: Console | None = None, plain: bool = False) -> TerminalView:
     """Return the live view if `console` (stdout) is a terminal and `plain` is False, else the plain one."""
     console = console or Console()
     if plain or not console.is_terminal or console.is_dumb_terminal:
@@ -271,7 +271,7 @@ def view(console: Console | None = None, plain: bool = False) -> View:
 
 
 @contextmanager
-def says_warnings(shown: View, level: int = logging.WARNING) -> Iterator[None]:
+def says_warnings(shown: TerminalView, level: int = logging.WARNING) -> Iterator[None]:
     """Show warnings and errors of `freewheel` in the view, not only in the log file."""
     handler = _Saying(shown, level)
     logger = logging.getLogger("freewheel")
@@ -283,7 +283,7 @@ def says_warnings(shown: View, level: int = logging.WARNING) -> Iterator[None]:
 
 
 class _Saying(logging.Handler):
-    def __init__(self, shown: View, level: int) -> None:
+    def __init__(self, shown: TerminalView, level: int) -> None:
         super().__init__(level)
         self._view = shown
 
@@ -413,7 +413,7 @@ def clean(text: str) -> str:
     return CONTROL.sub("", text)
 
 
-def wrapped(text: str, width: int) -> str:
+def wrap_words(text: str, width: int) -> str:
     """Wrap between words only, so that a long address stays whole and can be copied."""
     return "\n".join(
         textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) if len(line) > width else line

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from freewheel.errors import DataError, shown
+from freewheel.errors import DataError, format_value
 
 if TYPE_CHECKING:
     from freewheel.rewards.batch import RewardBatch
@@ -104,7 +104,9 @@ class DataProto:
             index = index if index.size else index.astype(np.int64)
         rows = np.arange(len(self))[index]
         if rows.ndim > 1:  # True, None or a nested list
-            raise IndexError(f"a DataProto has no index {shown(index)}: give an integer, a slice, or a list of rows")
+            raise IndexError(
+                f"a DataProto has no index {format_value(index)}: give an integer, a slice, or a list of rows"
+            )
         return self._pick(rows) if rows.ndim else self._item(int(rows))
 
     def __repr__(self) -> str:
@@ -161,7 +163,7 @@ def _as_column(key: str, values: Any) -> Array:
     """Return a numpy array unchanged, and a list or a tuple as an array of objects."""
     if isinstance(values, np.ndarray):
         if values.ndim == 0:
-            raise DataError(f"non_tensor_batch[{key!r}] = {shown(values)}: give an array with one entry per row")
+            raise DataError(f"non_tensor_batch[{key!r}] = {format_value(values)}: give an array with one entry per row")
         return values
     if isinstance(values, list | tuple):
         return object_array(values)
@@ -180,7 +182,7 @@ def _check_tensor(key: object, value: object) -> None:
     if value.is_nested or value.layout is not torch.strided:
         raise DataError(f"batch[{key!r}] has rows of different lengths or is sparse: pad it to a dense tensor")
     if value.dim() == 0:
-        raise DataError(f"batch[{key!r}] = {shown(value)}: give a tensor with one entry per row")
+        raise DataError(f"batch[{key!r}] = {format_value(value)}: give a tensor with one entry per row")
 
 
 def _check_rows(kind: str, columns: Mapping[str, Any], expected: int) -> None:

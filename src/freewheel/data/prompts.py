@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from freewheel.data.group import Array, Prompt
-from freewheel.errors import ConfigError, DataError, shown
+from freewheel.errors import ConfigError, DataError, format_value
 
 log = logging.getLogger("freewheel.data")
 
@@ -82,7 +82,9 @@ def render(row: Row, tokenizer: TokenizerLike, rendering: Rendering = PLAIN) -> 
     else:
         ids = tokenizer(_join_messages(messages))["input_ids"]
     if not len(ids):
-        raise DataError(f"prompt = {shown(_join_messages(messages))} has no tokens: give it text, or remove the row")
+        raise DataError(
+            f"prompt = {format_value(_join_messages(messages))} has no tokens: give it text, or remove the row"
+        )
     kept = {key: value for key, value in row.items() if key not in PROMPT_KEYS}
     return Prompt(tokens=np.asarray(ids, np.int32), row=kept)
 
@@ -98,7 +100,7 @@ def conversation(row: Row) -> list[Message]:
         return [{"role": "user", "content": value}]
     is_list = isinstance(value, Sequence | np.ndarray) and len(value) > 0
     if not is_list or not all(isinstance(one, Mapping) and {"role", "content"} <= one.keys() for one in value):
-        raise DataError(f"{key} = {shown(value)}: give text, or a list of messages with role and content")
+        raise DataError(f"{key} = {format_value(value)}: give text, or a list of messages with role and content")
     return list(value)
 
 
@@ -106,7 +108,7 @@ def _join_messages(messages: Sequence[Message]) -> str:
     """Return the text of a prompt for a tokenizer without a chat template."""
     if any(message["role"] == "assistant" for message in messages):
         raise DataError(
-            f"prompt = {shown(messages)} has turns of an assistant: only a chat template can mark who speaks; "
+            f"prompt = {format_value(messages)} has turns of an assistant: only a chat template can mark who speaks; "
             "use a tokenizer that has one, and data.chat_template=auto"
         )
     return PARAGRAPH.join(str(message["content"]) for message in messages)
@@ -126,7 +128,7 @@ def as_sample(
     """Return the row with all fields of a sample. Fields that the row already has keep their values."""
     for name in ("reward_model", "extra_info"):
         if not isinstance(row.get(name) or {}, Mapping):
-            raise DataError(f"{name} = {shown(row[name])}: give an object with named values")
+            raise DataError(f"{name} = {format_value(row[name])}: give an object with named values")
     extra = {"answer": answer, "index": index, "question": question, "split": split}
     reward_model = {"ground_truth": ground_truth, "style": "rule"}
     defaults = {"data_source": data_source, "ability": ability, "index": index}

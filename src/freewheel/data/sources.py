@@ -20,7 +20,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from freewheel.errors import DataError, shown
+from freewheel.errors import DataError, format_value
 
 Rows = list[dict[str, Any]]
 
@@ -62,7 +62,7 @@ def is_on_hub(path: str | Path) -> bool:
 def require(row: Mapping[str, Any], keys: Sequence[str], where: str) -> None:
     """Raise `DataError` unless the row has all of these keys."""
     if not isinstance(row, Mapping):
-        raise DataError(f"{where} is {shown(row)}: give an object with {' and '.join(keys)}")
+        raise DataError(f"{where} is {format_value(row)}: give an object with {' and '.join(keys)}")
     if missing := [key for key in keys if row.get(key) is None]:
         what = f"no {' and no '.join(missing)}; its keys are {[*row]}"
         raise DataError(f"{where}: {what}: correct the row, or remove it")
@@ -94,10 +94,10 @@ def _object(line: bytes, where: str) -> dict[str, Any]:
         row = json.loads(line)
     except ValueError as error:
         # A file that was cut off ends in such a line, and so does a file whose text has bare newlines.
-        text = shown(line.decode(errors="replace").strip())
+        text = format_value(line.decode(errors="replace").strip())
         raise DataError(f"{where} is not JSON ({error}): {text}: write it again, or remove it") from error
     if not isinstance(row, dict):
-        raise DataError(f"{where} is {shown(row)}: give one JSON object per line")
+        raise DataError(f"{where} is {format_value(row)}: give one JSON object per line")
     return row
 
 
@@ -113,7 +113,7 @@ def _json(path: Path) -> Iterator[dict[str, Any]]:
         return
     for number, row in enumerate(whole):
         if not isinstance(row, dict):
-            raise DataError(f"{path}, entry {number} is {shown(row)}: give a list of objects")
+            raise DataError(f"{path}, entry {number} is {format_value(row)}: give a list of objects")
         yield row
 
 
@@ -136,7 +136,7 @@ def _folder(path: Path, split: str | None) -> Iterator[dict[str, Any]]:
     chosen = [file for file in files if split is None or re.match(rf"{re.escape(split)}(?![A-Za-z0-9])", file.name)]
     if not chosen:
         names = [file.name for file in files]
-        raise DataError(f"{path} has no file for the split {split!r}: it has {shown(names)}")
+        raise DataError(f"{path} has no file for the split {split!r}: it has {format_value(names)}")
     return chain.from_iterable(map(_file, chosen))
 
 

@@ -1,6 +1,6 @@
 """Checks that a judge answers: one cheap call to each endpoint, with the client that a run uses.
 
-    JudgeConfig ─▶ ChatClient.ask, once, no retry ─▶ Reply | Failure ─▶ Finding with a remedy for its kind
+    JudgeConfig ─▶ ChatClient.ask, once, no retry ─▶ Reply | CallFailure ─▶ Finding with a remedy for its kind
 
 Called by `freewheel doctor`. It costs one short judgement.
 """
@@ -18,7 +18,7 @@ from freewheel.errors import ConfigError
 from freewheel.judge.cache import SECRET_BYTES
 from freewheel.judge.client import ChatClient, open_connector
 from freewheel.judge.config import Endpoint, JudgeConfig
-from freewheel.judge.outcome import Failure, Kind, Reply
+from freewheel.judge.outcome import CallFailure, FailureKind, Reply
 from freewheel.judge.parse import Unparseable, make_reader
 from freewheel.judge.request import BodyWriter, JudgeRequest, PromptBuilder
 from freewheel.runtime.config import has_key
@@ -34,17 +34,17 @@ WHAT = "judge"
 QUESTION = JudgeRequest("4", prompt="What is 2 + 2?", reference="4")
 
 LATER = "try again later, or set a smaller max_concurrent_requests"
-FAULTS: dict[Kind, tuple[str, str]] = {
-    Kind.AUTH: ("it rejects the key", "export {variable}=YOUR_KEY"),
-    Kind.FORBIDDEN: ("the key has no access to it", "export {variable}=YOUR_KEY"),
-    Kind.NOT_FOUND: ("there is no such model or path", "{model_key}=A_NAME_IT_KNOWS"),
-    Kind.QUOTA: ("the account has no credit left", ""),
-    Kind.OVERLOADED: ("it answers with a server error", ""),
-    Kind.TIMEOUT: ("it did not answer in time", ""),
-    Kind.BROKEN: ("there is no answer", "curl -v {url}"),
-    Kind.STALE: ("the connection was closed", "curl -v {url}"),
-    Kind.GARBAGE: ("the server there is not a chat-completions server", "curl -v {url}"),
-    Kind.REJECTED: ("it rejects the request", ""),
+FAULTS: dict[FailureKind, tuple[str, str]] = {
+    FailureKind.AUTH: ("it rejects the key", "export {variable}=YOUR_KEY"),
+    FailureKind.FORBIDDEN: ("the key has no access to it", "export {variable}=YOUR_KEY"),
+    FailureKind.NOT_FOUND: ("there is no such model or path", "{model_key}=A_NAME_IT_KNOWS"),
+    FailureKind.QUOTA: ("the account has no credit left", ""),
+    FailureKind.OVERLOADED: ("it answers with a server error", ""),
+    FailureKind.TIMEOUT: ("it did not answer in time", ""),
+    FailureKind.BROKEN: ("there is no answer", "curl -v {url}"),
+    FailureKind.STALE: ("the connection was closed", "curl -v {url}"),
+    FailureKind.GARBAGE: ("the server there is not a chat-completions server", "curl -v {url}"),
+    FailureKind.REJECTED: ("it rejects the request", ""),
 }
 """Meaning and remedy of each failure. The two kinds of 429 are not faults."""
 
@@ -83,7 +83,7 @@ def ask(config: JudgeConfig, endpoint: Endpoint, *, model_key: str) -> list[Find
     began = time.monotonic()
     reply, models = asyncio.run(_ask(config, endpoint, model))
     where, rubric = f"{endpoint.url}, {model}", config.loaded_rubric
-    if isinstance(reply, Failure):
+    if isinstance(reply, CallFailure):
         variable = endpoint.api_key_env or config.api_key_env or "OPENAI_API_KEY"
         return [_explain(reply, where, {"variable": variable, "model_key": model_key, "url": endpoint.url}, models)]
     if reply.cut_off:
@@ -95,7 +95,7 @@ def ask(config: JudgeConfig, endpoint: Endpoint, *, model_key: str) -> list[Find
     return [ok(WHAT, f"{where}: a score of {value:g} after {time.monotonic() - began:.2f} s")]
 
 
-async def _ask(config: JudgeConfig, endpoint: Endpoint, model: str) -> tuple[Reply | Failure, Sequence[str]]:
+async def _ask(config: JudgeConfig, endpoint: Endpoint, model: str) -> tuple[Reply | CallFailure, Sequence[str]]:
     """Return the endpoint's reply, and its models if it does not know ours."""
     limit_s = min(CALL_S, config.attempt_timeout_s)
     models: Sequence[str] = ()
@@ -103,11 +103,11 @@ async def _ask(config: JudgeConfig, endpoint: Endpoint, model: str) -> tuple[Rep
     client = ChatClient(connector, config, endpoint)
     try:
         body = BodyWriter(config, model, PromptBuilder(config.loaded_rubric, secrets.token_bytes(SECRET_BYTES)))
-        reply: Reply | Failure = Failure(Kind.TIMEOUT, f"no answer within {limit_s:g} s")
+        reply: Reply | CallFailure = CallFailure(FailureKind.TIMEOUT, f"no answer within {limit_s:g} s")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 reply = await client.ask(body.write(QUESTION, reask=False))
-        if isinstance(reply, Failure) and reply.kind is Kind.NOT_FOUND:
+        if isinstance(reply, CallFailure) and reply.kind is FailureKind.NOT_FOUND:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(MODELS_S):
                     models = await client.models()
@@ -117,7 +117,7 @@ async def _ask(config: JudgeConfig, endpoint: Endpoint, model: str) -> tuple[Rep
     return reply, models
 
 
-def _explain(failure: Failure, where: str, words: dict[str, str], models: Sequence[str]) -> Finding:
+def _explain(failure: CallFailure, where: str, words: dict[str, str], models: Sequence[str]) -> Finding:
     detail = failure.detail.removeprefix(f"{words['url']}: ")  # `where` names it
     if failure.kind not in FAULTS:
         after = "" if failure.retry_after_s is None else f", for {failure.retry_after_s:g} s"

@@ -1,7 +1,7 @@
 """Checks one run against this machine: its configuration, and what that needs of memory, disks and limits.
 
-    overrides ─▶ read_run: TrainConfig, Plan ─▶ Finding, …      what a run would refuse at its start
-    Plan ─▶ run_needs ─▶ judged by `machine`
+    overrides ─▶ read_run: TrainConfig, RunPlan ─▶ Finding, …   what a run would refuse at its start
+    RunPlan ─▶ run_needs ─▶ judged by `machine`
     list_checks: the checks of `freewheel doctor`; find_concerns: what `freewheel train --dry-run` lists
 
 Every setting that `freewheel train` would refuse is found, not only the first: a refused setting is reported, left out,
@@ -30,7 +30,7 @@ from freewheel.utils.findings import Check, Finding, State, count_of, ok, proble
 
 if TYPE_CHECKING:
     from freewheel.judge.config import JudgeConfig
-    from freewheel.runtime.plan import Plan
+    from freewheel.runtime.run_plan import RunPlan
 
 WHAT = "configuration"
 READ_S = 240.0
@@ -50,7 +50,7 @@ def list_checks(
 ) -> Iterator[Check]:
     """Yield every check of `freewheel doctor`. Run each before the next: later ones use what earlier ones saw."""
     driver: machine.GpuDriver | None = None
-    run = Run()
+    run = CheckedRun()
 
     def ask_driver() -> list[Finding]:
         nonlocal driver
@@ -81,7 +81,7 @@ def list_checks(
     yield from list_judges(run.config, judges)
 
 
-def find_concerns(plan: Plan) -> list[Finding]:
+def find_concerns(plan: RunPlan) -> list[Finding]:
     """Return the findings about this run that need no call, no measurement and no wait."""
     checks = [Check(what=judge.WHAT, look=lambda: judge.of_run(plan.config.reward.judge)[1])]
     if needed := run_needs(plan).gpu_bytes:
@@ -91,7 +91,7 @@ def find_concerns(plan: Plan) -> list[Finding]:
     return [finding for finding in run_checks(checks) if finding.state is not State.OK]
 
 
-def _list_needs(config: TrainConfig | None, plan: Plan | None, *, timed: bool = True) -> Iterator[Check]:
+def _list_needs(config: TrainConfig | None, plan: RunPlan | None, *, timed: bool = True) -> Iterator[Check]:
     needs = run_needs(plan)
     folder = (config.run_dir if config is not None else None) or RUNS
     disk = partial(machine.check_run_folder, folder, needed_bytes=needs.checkpoint_bytes, timed=timed)
@@ -103,7 +103,7 @@ def _list_needs(config: TrainConfig | None, plan: Plan | None, *, timed: bool = 
     yield Check(what="limits", look=lambda: machine.check_limits(machine.read_host(), needs))
 
 
-def _check_memory_and_cpus(plan: Plan | None) -> Iterator[Finding]:
+def _check_memory_and_cpus(plan: RunPlan | None) -> Iterator[Finding]:
     from freewheel.runtime.placement import Machine
 
     here = plan.machine if plan is not None else Machine.of_host()
@@ -156,7 +156,7 @@ def check_existing_run(config: TrainConfig) -> Iterator[Finding]:
 # -- what the run needs -----------------------------------------------------------------------------------------------
 
 
-def run_needs(plan: Plan | None) -> machine.Needs:
+def run_needs(plan: RunPlan | None) -> machine.Needs:
     """Return what the run needs of the machine. None: the smallest run. In a cluster, actors run elsewhere."""
     if plan is None:
         return machine.Needs()
@@ -176,7 +176,7 @@ def run_needs(plan: Plan | None) -> machine.Needs:
     )
 
 
-def judge_connections(plan: Plan) -> int:
+def judge_connections(plan: RunPlan) -> int:
     """Return the simultaneous judge connections of a process; 0 without a judge."""
     found, _ = judge.of_run(plan.config.reward.judge)
     if found is None:
@@ -189,46 +189,48 @@ def judge_connections(plan: Plan) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class CheckedRun:
     """What a command line means, as far as it could be read."""
 
     config: TrainConfig | None = None
     """The configuration without the refused settings."""
-    plan: Plan | None = None
+    plan: RunPlan | None = None
     """None if a setting had to be left out: the plan would belong to another run."""
     findings: list[Finding] = field(default_factory=list)
 
     @property
     def wants_vllm(self) -> bool:
-        from freewheel.rollout.engines import find_engine
+        from freewheel.rollout.engine_factories import find_engine
 
         if self.config is None:
             return False
         return "vllm" in find_engine(self.config.rollout.engine).packages(self.config.rollout)
 
 
-def read_run(overrides: Sequence[str], config_path: str | None, config_name: str | None) -> Run:
+def read_run(overrides: Sequence[str], config_path: str | None, config_name: str | None) -> CheckedRun:
     """Read a command line as `freewheel train` would, but find everything that it would refuse."""
     config, refused = read_every_error(overrides, config_path, config_name)
     if config is None:
-        return Run(findings=[problem(WHAT, str(error)) for error in refused])
+        return CheckedRun(findings=[problem(WHAT, str(error)) for error in refused])
     plan, more = _make_plan(config)
     told = {error.key for error in refused}
     errors = [*refused, *(error for error in more if getattr(error, "key", None) not in told)]
     if refused:
         plan = None
     if errors or plan is None:
-        return Run(config=config, plan=plan, findings=[problem(WHAT, text) for text in dict.fromkeys(map(str, errors))])
+        return CheckedRun(
+            config=config, plan=plan, findings=[problem(WHAT, text) for text in dict.fromkeys(map(str, errors))]
+        )
     steps = count_of(plan.total_steps, "step")
     detail = f"{config.mode}, {steps} of {config.model.path} on {config.data.task}, no problem found"
-    return Run(config=config, plan=plan, findings=[ok(WHAT, detail)])
+    return CheckedRun(config=config, plan=plan, findings=[ok(WHAT, detail)])
 
 
-def _make_plan(config: TrainConfig) -> tuple[Plan | None, list[ConfigError | DataError]]:
+def _make_plan(config: TrainConfig) -> tuple[RunPlan | None, list[ConfigError | DataError]]:
     """Return the plan and everything against it; None if something that it names does not exist."""
     from freewheel.runtime.config import held_out_file
     from freewheel.runtime.placement import Machine, place
-    from freewheel.runtime.preflight import refused
+    from freewheel.runtime.preflight import collect_errors
     from freewheel.runtime.start import make_plan
 
     try:
@@ -236,7 +238,7 @@ def _make_plan(config: TrainConfig) -> tuple[Plan | None, list[ConfigError | Dat
     except (ConfigError, DataError) as error:
         here = Machine.here()
         more = [*place(config, here).problems, *held_out_file(config)]
-        return None, [error, *refused(config), *more]
+        return None, [error, *collect_errors(config), *more]
     return plan, [error for error in plan.problems if error.key != RAY]  # it has its own check
 
 

@@ -15,7 +15,8 @@ from importlib.util import find_spec
 import freewheel
 from freewheel.doctor.machine import GpuDriver
 from freewheel.errors import ConfigError
-from freewheel.utils.findings import Finding, ok, problem, run_in_child, warning
+from freewheel.utils.findings import Finding, ok, problem, warning
+from freewheel.utils.processes import run_in_child
 
 PACKAGE = "freewheel"
 TRAIN = "train"
@@ -38,7 +39,7 @@ Installed = Callable[[str], str | None]
 # -- what is there ----------------------------------------------------------------------------------------------------
 
 
-def installed(name: str) -> str | None:
+def find_release(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -62,10 +63,10 @@ class Requirement:
 
 def requirements() -> list[Requirement]:
     """Return freewheel's own requirements, of every extra."""
-    return [one for line in importlib.metadata.requires(PACKAGE) or () if (one := parsed(line)) is not None]
+    return [one for line in importlib.metadata.requires(PACKAGE) or () if (one := parse_requirement(line)) is not None]
 
 
-def parsed(line: str) -> Requirement | None:
+def parse_requirement(line: str) -> Requirement | None:
     found = _REQUIREMENT.match(line.strip())
     if found is None:
         return None
@@ -95,7 +96,7 @@ def python_release() -> Finding:
 
 
 def packages(
-    *, trains: bool = True, needs: Iterable[Requirement] | None = None, have: Installed = installed
+    *, trains: bool = True, needs: Iterable[Requirement] | None = None, have: Installed = find_release
 ) -> Iterator[Finding]:
     """Check freewheel and its extras. `trains`: the extra `train` must be installed."""
     if needs is None and have(PACKAGE) is None:
@@ -173,7 +174,7 @@ def vllm(*, wanted: bool) -> Iterator[Finding]:
     """Check vLLM. `wanted`: the run generates with it, and the check of the configuration reports what it lacks."""
     from freewheel.rollout.vllm import api
 
-    release = api.installed()
+    release = api.find_release()
     try:
         api.require()
         yield ok("vLLM", f"{release}")
@@ -184,7 +185,7 @@ def vllm(*, wanted: bool) -> Iterator[Finding]:
             yield warning("vLLM", str(error).partition(": ")[2], "pip install --upgrade 'freewheel[vllm]'")
 
 
-def ray(address: str | None, environ: Mapping[str, str], *, have: Installed = installed) -> Iterator[Finding]:
+def ray(address: str | None, environ: Mapping[str, str], *, have: Installed = find_release) -> Iterator[Finding]:
     from freewheel.runtime.cluster import START_COMMAND, check_cluster, find_head
 
     release = have("ray")

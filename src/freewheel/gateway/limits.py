@@ -20,7 +20,7 @@ from typing import Final
 
 import msgspec
 
-from freewheel.errors import ConfigError, shown
+from freewheel.errors import ConfigError, format_value
 from freewheel.judge.config import Secret
 from freewheel.judge.verdict import Failed, Reason
 from freewheel.utils.checks import Count, NotNegative, Positive, check_fields
@@ -91,7 +91,7 @@ class Problem(Exception):
 
 def bad_field(field: str, value: object, remedy: str) -> Problem:
     """Return the error for a JSON body with an invalid field."""
-    return Problem(HTTPStatus.BAD_REQUEST, "invalid_value", f"{field} = {shown(value)}: {remedy}", param=field)
+    return Problem(HTTPStatus.BAD_REQUEST, "invalid_value", f"{field} = {format_value(value)}: {remedy}", param=field)
 
 
 def problem_of(failed: Failed) -> Problem:

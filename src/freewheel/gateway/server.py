@@ -43,7 +43,7 @@ from freewheel.judge.config import JudgeConfig
 from freewheel.judge.engine import Request
 from freewheel.judge.judge import InlineJudge
 from freewheel.judge.request import ChatRequest, Relayed
-from freewheel.judge.stats import Sample, exposition
+from freewheel.judge.stats import MetricSample, exposition
 from freewheel.judge.transport import run_loop, tune_process
 from freewheel.judge.verdict import Failed, JudgeClosed, Reason, Verdict
 from freewheel.utils.checks import check_number
@@ -84,7 +84,7 @@ Route = Callable[["Gateway", web.BaseRequest], Awaitable[web.StreamResponse]]
 # -- connections ------------------------------------------------------------------------------------------------------
 
 
-class Counts:
+class GatewayCounts:
     """Counters, which only grow."""
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class Counts:
     def prometheus(self, **gauges: int) -> str:
         """Return Prometheus text; every name starts with `freewheel_gateway_`."""
         requests = sorted(self.requests.items())
-        families: dict[str, list[Sample]] = {
+        families: dict[str, list[MetricSample]] = {
             "requests_total": [({"route": route, "status": str(status)}, n) for (route, status), n in requests],
             "rejected_total": [({"limit": limit}, n) for limit, n in sorted(self.rejected.items())],
             "connections_total": [({}, self.connections)],
@@ -119,7 +119,7 @@ class Connections(web.Server):
     """Accepts, counts and refuses connections; requests go to `handle`."""
 
     def __init__(
-        self, handle: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], limits: Limits, counts: Counts
+        self, handle: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], limits: Limits, counts: GatewayCounts
     ) -> None:
         super().__init__(
             handle,
@@ -280,7 +280,7 @@ class Gateway:
     def __init__(self, config: JudgeConfig, limits: Limits | None = None, *, shares_samples: bool = False) -> None:
         self.limits = limits or Limits()
         self.judge = InlineJudge(config)
-        self.counts = Counts()
+        self.counts = GatewayCounts()
         self._config = config
         self._shares_samples = shares_samples
         self._load = Load(self.limits)

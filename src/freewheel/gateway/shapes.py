@@ -88,7 +88,7 @@ def read_score(body: bytes) -> list[JudgeRequest]:
     if not isinstance(given, list):
         raise bad_field("requests", given, "give a list of requests, each with a response")
     try:
-        return as_requests([_filled(one) for one in given])
+        return as_requests([_drop_nulls(one) for one in given])
     except ConfigError as error:
         raise Problem(HTTPStatus.BAD_REQUEST, "invalid_value", str(error), param=error.key) from None
 
@@ -102,7 +102,7 @@ def write_score(requests: Sequence[JudgeRequest], verdicts: Sequence[Verdict]) -
     return msgspec.json.encode({"verdicts": entries})
 
 
-def _filled(one: Any) -> Any:
+def _drop_nulls(one: Any) -> Any:
     if not isinstance(one, dict):
         return one
     given = {key: value for key, value in one.items() if value is not None}

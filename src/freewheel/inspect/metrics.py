@@ -20,11 +20,11 @@ import msgspec
 import numpy as np
 
 from freewheel.judge.stats import EndpointStats
-from freewheel.observe.lines import Tail, decoded
+from freewheel.observe.lines import Tail, decode_line
 from freewheel.observe.run_folder import METRICS
 from freewheel.observe.snapshot import PULSE_MAX_S
 
-Numbers = np.ndarray[Any, np.dtype[np.float64]]
+FloatArray = np.ndarray[Any, np.dtype[np.float64]]
 
 FIRST_ROWS = 1024
 SIGNIFICANT = 7
@@ -42,9 +42,9 @@ class Columns:
         self.names = tuple(names)
         self.rows = 0
         self._at = {name: index for index, name in enumerate(self.names)}
-        self._data: Numbers = np.empty((len(self.names), FIRST_ROWS))
+        self._data: FloatArray = np.empty((len(self.names), FIRST_ROWS))
 
-    def extend(self, rows: Sequence[Sequence[float | None]] | Numbers) -> None:
+    def extend(self, rows: Sequence[Sequence[float | None]] | FloatArray) -> None:
         if not len(rows):
             return
         block = np.asarray(rows, np.float64)  # None becomes NaN
@@ -56,7 +56,7 @@ class Columns:
         self._data[:, self.rows : until] = block.T
         self.rows = until
 
-    def extend_in_order(self, rows: Numbers) -> int:
+    def extend_in_order(self, rows: FloatArray) -> int:
         """Append rows in the order of steps, the first column. A step that comes again replaces itself and everything
         after it. Return how often that happened."""
         steps = np.concatenate([self[self.names[0]][-1:], rows[:, 0]])
@@ -69,7 +69,7 @@ class Columns:
         self.extend(rows[start:])
         return len(again)
 
-    def __getitem__(self, name: str) -> Numbers:
+    def __getitem__(self, name: str) -> FloatArray:
         return self._data[self._at[name], : self.rows]
 
     def last(self, name: str) -> float | None:
@@ -82,7 +82,7 @@ class Columns:
         return {name: plain(self[name][row:]) for name in self.names if np.isfinite(self[name][row:]).any()}
 
 
-def plain(values: Numbers) -> list[float | None]:
+def plain(values: FloatArray) -> list[float | None]:
     """Return JSON values: short numbers, and None for NaN."""
     return [_shorten(value) for value in values.tolist()]
 
@@ -95,17 +95,17 @@ def _shorten(value: float) -> float | None:
     return float(f"{value:.{SIGNIFICANT}g}")
 
 
-def rates(counter: Numbers, time_s: Numbers) -> Numbers:
+def rates(counter: FloatArray, time_s: FloatArray) -> FloatArray:
     """Return the growth of a counter per second, row by row; NaN in the first. A counter that fell was restarted."""
     grown = np.diff(counter, prepend=np.nan)
     grown = np.where(grown < 0, counter, grown)
     passed = np.diff(time_s, prepend=np.nan)
     with np.errstate(invalid="ignore", divide="ignore"):
-        found: Numbers = np.where(passed > 0, grown / passed, np.nan)
+        found: FloatArray = np.where(passed > 0, grown / passed, np.nan)
     return found
 
 
-def mean_over_time(values: Numbers, time_s: Numbers) -> float | None:
+def mean_over_time(values: FloatArray, time_s: FloatArray) -> float | None:
     """Return the time-weighted mean of values that were measured from time to time. A value counts for the time since
     the row before it, but no longer than the interval between pulses of a running run. None if nothing is known."""
     known = np.isfinite(values)
@@ -153,7 +153,7 @@ def define_row(kind: str, metrics: Sequence[str]) -> Any:
     return msgspec.defstruct("Row", fields, tag_field="kind", tag=kind, gc=False)
 
 
-class Pulse(msgspec.Struct, gc=False, tag_field="kind", tag="pulse"):
+class PulseRow(msgspec.Struct, gc=False, tag_field="kind", tag="pulse"):
     """The state of the run, about once a second."""
 
     time: float
@@ -188,7 +188,7 @@ class Sync(msgspec.Struct, tag_field="kind", tag="sync"):
     failed: bool = False
 
 
-class Event(msgspec.Struct, gc=False, tag_field="kind", tag="event"):
+class EventRow(msgspec.Struct, gc=False, tag_field="kind", tag="event"):
     time: float
     step: int = 0
     text: str = ""
@@ -219,7 +219,7 @@ class JudgeNumbers(msgspec.Struct):
     endpoints: Sequence[EndpointStats] = ()
 
 
-class Rewards(msgspec.Struct):
+class RewardNumbers(msgspec.Struct):
     """Statistics of scoring, as `RewardStage.stats` reports them."""
 
     scored: int = 0
@@ -238,7 +238,7 @@ class RollouterNumbers(msgspec.Struct):
     generated_tokens: float = NAN
     engine_busy_s: float = NAN
     slots: float | None = None
-    rewards: Rewards = msgspec.field(default_factory=Rewards)
+    rewards: RewardNumbers = msgspec.field(default_factory=RewardNumbers)
 
 
 class QueueNumbers(msgspec.Struct):
@@ -271,7 +271,7 @@ class Statistics(msgspec.Struct, tag_field="kind", tag="statistics"):
 
 
 StepRow, EvalRow = define_row("step", STEP_METRICS), define_row("eval", EVAL_METRICS)
-_ROWS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Union[StepRow, EvalRow, Pulse, Statistics, Sync, Event])  # noqa: UP007
+_ROWS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Union[StepRow, EvalRow, PulseRow, Statistics, Sync, EventRow])  # noqa: UP007
 _WHOLE = msgspec.json.Decoder(dict[str, Any])
 
 PULSE_NUMBERS = ("queue_size", "in_progress", "version", "published_version", "tokens_per_s", "samples_per_s")
@@ -311,11 +311,11 @@ class RecordedMetrics:
         """Step, and number of groups by lag."""
         self.waits: deque[dict[str, dict[str, float]]] = deque(maxlen=RECENT_PULSES)
         self.syncs: deque[Sync] = deque(maxlen=MOST_SYNCS)
-        self.events: deque[Event] = deque(maxlen=MOST_EVENTS)
+        self.events: deque[EventRow] = deque(maxlen=MOST_EVENTS)
         self.syncs_seen = self.events_seen = 0
         self.shared_gpu: bool | None = None
         """Whether training and generation shared a GPU after the last start; None if not recorded."""
-        self.last_pulse: Pulse | None = None
+        self.last_pulse: PulseRow | None = None
         self.latest_statistics: deque[Statistics] = deque(maxlen=LATEST_STATISTICS)
         self.first_time: float | None = None
         self.last_time: float | None = None
@@ -351,7 +351,7 @@ class RecordedMetrics:
         for block in blocks:
             found: dict[Any, list[Any]] = defaultdict(list)
             for line in block.lines:
-                row = decoded(_ROWS, line)
+                row = decode_line(_ROWS, line)
                 if row is None:
                     self.bad_lines += bool(line)
                     continue
@@ -370,30 +370,30 @@ class RecordedMetrics:
         self._resets += self.steps.extend_in_order(self._metrics(found[StepRow], self.steps))
         self.ages.extend((row.step, row.sample_age_counts) for row in found[StepRow] if row.sample_age_counts)
         self._resets += self.evals.extend_in_order(self._metrics(found[EvalRow], self.evals))
-        self.pulses.extend([self._pulse(row) for row in found[Pulse]])
-        self.waits.extend(row.waits for row in found[Pulse])
-        self.last_pulse = found[Pulse][-1] if found[Pulse] else self.last_pulse
+        self.pulses.extend([self._pulse(row) for row in found[PulseRow]])
+        self.waits.extend(row.waits for row in found[PulseRow])
+        self.last_pulse = found[PulseRow][-1] if found[PulseRow] else self.last_pulse
         self.statistics.extend([self._statistics(row) for row in found[Statistics]])
         self.latest_statistics.extend(found[Statistics])
         self.syncs.extend(found[Sync])
         self.syncs_seen += len(found[Sync])
-        self.events.extend(found[Event])
-        self.events_seen += len(found[Event])
-        for row in found[Event]:
+        self.events.extend(found[EventRow])
+        self.events_seen += len(found[EventRow])
+        for row in found[EventRow]:
             self.shared_gpu = self.shared_gpu if row.shared_gpu is None else row.shared_gpu
 
     def _since_start(self, time_s: float) -> float:
         assert self.first_time is not None
         return time_s - self.first_time
 
-    def _metrics(self, rows: Sequence[Any], columns: Columns) -> Numbers:
+    def _metrics(self, rows: Sequence[Any], columns: Columns) -> FloatArray:
         """Return steps, times since the start, and metrics."""
         values = [msgspec.structs.astuple(row)[:-1] for row in rows]
         numbers = np.array(values, np.float64).reshape(-1, len(columns.names))
         numbers[:, 1] -= self.first_time or 0.0
         return numbers
 
-    def _pulse(self, row: Pulse) -> tuple[float | None, ...]:
+    def _pulse(self, row: PulseRow) -> tuple[float | None, ...]:
         trainer = row.waits.get("trainer", {})
         several = [spans for name, spans in row.waits.items() if name.startswith("rollouter")]
         replicas = several[0] if len(several) == 1 else means(several)
@@ -421,7 +421,9 @@ class RecordedMetrics:
 
     def metric_names(self, kind: str = "step") -> list[str]:
         """Return the names of numbers in the first and last row of that kind."""
-        rows = [decoded(_WHOLE, line) or {} for line in self._examples.get(StepRow if kind == "step" else EvalRow, ())]
+        rows = [
+            decode_line(_WHOLE, line) or {} for line in self._examples.get(StepRow if kind == "step" else EvalRow, ())
+        ]
         names = {name for row in rows for name, value in row.items() if type(value) in (int, float)}
         return sorted(names - {"step", "time"})
 
@@ -436,6 +438,6 @@ class RecordedMetrics:
             self._requested[kind, *names] = Tail(self.path), decoder, Columns(("step", "elapsed_s", *names))
         tail, decoder, found = self._requested[kind, *names]
         for block in tail.look():
-            rows = [decoded(decoder, line) for line in block.lines]
+            rows = [decode_line(decoder, line) for line in block.lines]
             found.extend_in_order(self._metrics([row for row in rows if row is not None], found))
         return found

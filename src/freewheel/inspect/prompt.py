@@ -18,7 +18,7 @@ import msgspec
 
 from freewheel.data.group import Array, PromptGroup
 from freewheel.errors import ConfigError
-from freewheel.inspect.run import Run, open_journal, read_checkpoints
+from freewheel.inspect.run import RunFolder, open_journal, read_checkpoints
 from freewheel.observe.run_folder import BEST, FINAL, JOURNAL, saved_steps
 from freewheel.queue.audit import audit
 from freewheel.queue.journal import Stored
@@ -77,7 +77,7 @@ class GroupLife(msgspec.Struct, frozen=True, kw_only=True):
     notes: list[str]
 
 
-def follow(run: Run, ordinal: int) -> GroupLife:
+def follow(run: RunFolder, ordinal: int) -> GroupLife:
     """Return one prompt's life. Raises `ConfigError` if nothing is known about it."""
     with open_journal(run) as journal:
         if journal is None:
@@ -95,7 +95,7 @@ def follow(run: Run, ordinal: int) -> GroupLife:
         failures = list(journal.failures(ordinal))
         stored = journal.group(ordinal)
         base = journal.base()
-    group, notes = _decoded(stored)
+    group, notes = _decode_group(stored)
     covered = ordinal < base.frontier.low or ordinal in base.frontier.ended
     if step is not None and step.version is not None:
         state = "trained"
@@ -137,7 +137,7 @@ def follow(run: Run, ordinal: int) -> GroupLife:
     )
 
 
-def _decoded(stored: Stored | None) -> tuple[PromptGroup | None, list[str]]:
+def _decode_group(stored: Stored | None) -> tuple[PromptGroup | None, list[str]]:
     if stored is None:
         return None, []
     try:
@@ -172,7 +172,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _texts(run: Run) -> tuple[Callable[[Array], str] | None, str]:
+def _texts(run: RunFolder) -> tuple[Callable[[Array], str] | None, str]:
     """Return a decoder from the run's tokenizer file, or why there is none. No code of a model is executed."""
     try:
         from tokenizers import Tokenizer
@@ -188,7 +188,7 @@ def _texts(run: Run) -> tuple[Callable[[Array], str] | None, str]:
     return lambda tokens: str(tokenizer.decode(tokens.tolist(), skip_special_tokens=False)), ""
 
 
-def _tokenizer_files(run: Run) -> Iterator[Path]:
+def _tokenizer_files(run: RunFolder) -> Iterator[Path]:
     """Yield the run's own tokenizer first: it was trained with it."""
     saved = reversed(saved_steps(run.folder).values())
     folders = [*itertools.chain.from_iterable(saved), run.folder / FINAL, run.folder / BEST]

@@ -76,7 +76,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RunFolder:
     """A run directory."""
 
     folder: Path
@@ -88,7 +88,7 @@ class Run:
         return self.folder / JOURNAL
 
 
-def find_run(name: str) -> Run:
+def find_run(name: str) -> RunFolder:
     """Open a run directory. Raises `ConfigError` if there is no run."""
     folder, notes = Path(name).expanduser(), []
     if not folder.is_dir():
@@ -101,10 +101,10 @@ def find_run(name: str) -> Run:
         config = load(folder / CONFIG)
     except ConfigError as error:
         notes.append(f"lags are not checked, because the settings cannot be read: {error}")
-    return Run(folder=folder, config=config, notes=tuple(notes))
+    return RunFolder(folder=folder, config=config, notes=tuple(notes))
 
 
-def inspect(run: Run) -> Report:
+def inspect(run: RunFolder) -> Report:
     """Audit the whole run."""
     holder, notes, violations = live_holder(run.folder), [*run.notes], []
     if holder:
@@ -146,7 +146,7 @@ def inspect(run: Run) -> Report:
     )
 
 
-def _without_journal(run: Run, *, begun: bool, notes: list[str], violations: list[str]) -> None:
+def _without_journal(run: RunFolder, *, begun: bool, notes: list[str], violations: list[str]) -> None:
     """`begun`: the run is past its start, which creates the journal."""
     known = "this report uses the checkpoints alone"
     if run.config is None:
@@ -163,7 +163,7 @@ def _without_journal(run: Run, *, begun: bool, notes: list[str], violations: lis
 
 
 @contextmanager
-def open_journal(run: Run) -> Iterator[Journal | None]:
+def open_journal(run: RunFolder) -> Iterator[Journal | None]:
     """Yield the journal, or None if there is none. Raises `ConfigError` if this program cannot read it."""
     if not run.journal_path.exists():
         yield None
@@ -220,7 +220,7 @@ def _mark(path: Path) -> tuple[int, int]:
     return (about.st_mtime_ns, about.st_size)
 
 
-def _facts(run: Run, found: Audit) -> JournalFacts:
+def _facts(run: RunFolder, found: Audit) -> JournalFacts:
     first, last = found.recorded or (None, None)
     files = (run.journal_path, run.journal_path.with_name(f"{JOURNAL}-wal"))
     return JournalFacts(
@@ -249,7 +249,7 @@ def live_holder(folder: Path) -> str:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return ""
     except BlockingIOError:
-        return shown(holder)
+        return escape_controls(holder)
     finally:
         os.close(file)
 
@@ -274,6 +274,6 @@ def read_checkpoints(folder: Path) -> tuple[list[Saved], list[CheckpointMark]]:
     return saved, marks
 
 
-def shown(text: str) -> str:
+def escape_controls(text: str) -> str:
     """Return text of a model, a judge or a file without control characters, which could rewrite a terminal."""
     return "".join(one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode() for one in text)

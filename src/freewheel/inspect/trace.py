@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from freewheel.observe.lines import Folder, Identity, decoded
+from freewheel.observe.lines import Folder, Identity, decode_line
 from freewheel.observe.run_folder import TRACE
 from freewheel.observe.trace import MAIN
 
@@ -78,7 +78,7 @@ class _File:
 
     def add(self, lines: Iterable[bytes], kept_from_us: float) -> None:
         for line in lines:
-            event = decoded(_EVENTS, line)
+            event = decode_line(_EVENTS, line)
             if event is None or event.ph not in ("X", "b", "e"):
                 continue
             end_us = event.ts + event.dur
@@ -110,8 +110,12 @@ class _File:
 
     def keep_from(self, time_us: float) -> None:
         """Drop what ended before."""
-        self.spans = _filled({key: [one for one in spans if one[1] >= time_us] for key, spans in self.spans.items()})
-        self.phases = _filled({key: [one for one in of if one.end_us >= time_us] for key, of in self.phases.items()})
+        self.spans = _drop_empty(
+            {key: [one for one in spans if one[1] >= time_us] for key, spans in self.spans.items()}
+        )
+        self.phases = _drop_empty(
+            {key: [one for one in of if one.end_us >= time_us] for key, of in self.phases.items()}
+        )
         self._open = {key: event for key, event in self._open.items() if event.ts >= time_us}
         self.kept = sum(map(len, self.spans.values())) + sum(map(len, self.phases.values()))
 
@@ -160,7 +164,7 @@ class RecordedTrace:
         return _join(file.phases for file in self._files.values())
 
 
-def _filled(lists: dict[Any, list[Any]]) -> dict[Any, list[Any]]:
+def _drop_empty(lists: dict[Any, list[Any]]) -> dict[Any, list[Any]]:
     return {key: values for key, values in lists.items() if values}
 
 

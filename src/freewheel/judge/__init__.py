@@ -15,18 +15,18 @@ from freewheel.judge.request import JudgeRequest
 from freewheel.judge.rubric import Rubric, load_rubric
 from freewheel.judge.stats import EndpointStats, JudgeStats
 from freewheel.judge.tracker import Handle, Progress
-from freewheel.judge.verdict import EngineDied, Failed, JudgeClosed, JudgeError, Reason, Scored, Skipped, Usage, Verdict
+from freewheel.judge.verdict import Failed, JudgeClosed, JudgeDied, JudgeError, Reason, Scored, Skipped, Usage, Verdict
 
 __all__ = [
     "ConfigError",
     "Endpoint",
     "EndpointStats",
-    "EngineDied",
     "Failed",
     "Handle",
     "Judge",
     "JudgeClosed",
     "JudgeConfig",
+    "JudgeDied",
     "JudgeError",
     "JudgeRequest",
     "JudgeStats",

@@ -250,12 +250,12 @@ class CacheFile:
         with self.lock:
             try:
                 try:
-                    return work(self._connected())
+                    return work(self._connect())
                 except sqlite3.DatabaseError as error:
                     if diagnose(error) is not Trouble.CORRUPT:
                         raise
                     self._set_aside(error)
-                    return work(self._connected())
+                    return work(self._connect())
             except (sqlite3.Error, OSError):
                 self.disconnect()
                 raise
@@ -273,7 +273,7 @@ class CacheFile:
         names = (entry.name for entry in self.path.parent.iterdir())
         return tuple(sorted(name for name in names if name.startswith(marks) and not name.endswith(COMPANIONS)))
 
-    def _connected(self) -> sqlite3.Connection:
+    def _connect(self) -> sqlite3.Connection:
         if self._db is not None and _identify(self.path) != self._identity:
             self.disconnect()  # the file was set aside, deleted or replaced
         if self._db is None:

@@ -1,4 +1,4 @@
-"""One call to a chat-completions endpoint: bytes out, a `Reply` or a `Failure` back, never an exception.
+"""One call to a chat-completions endpoint: bytes out, a `Reply` or a `CallFailure` back, never an exception.
 
 One connection pool serves all endpoints of an engine. The limiter bounds the calls in flight, so the pool has no limit,
 and connections live as long as the servers keep them.
@@ -26,9 +26,9 @@ from freewheel.errors import ConfigError
 from freewheel.judge.config import COMPLETIONS_PATH, Endpoint, JudgeConfig
 from freewheel.judge.outcome import (
     SSE_TAIL_BYTES,
-    Failure,
+    CallFailure,
+    FailureKind,
     HungUp,
-    Kind,
     Reply,
     classify,
     read_completion,
@@ -60,7 +60,7 @@ _LEAST_KEY_CHARS = 12
 """A shorter key is a local server's placeholder (`EMPTY`, `x`). Removing such a key from replies would change
 scores."""
 
-Read = Callable[[bytes], Reply | Failure]
+Read = Callable[[bytes], Reply | CallFailure]
 """Reads a body that came with status 200."""
 
 _opened: ContextVar[list[bool]] = ContextVar("_opened")
@@ -119,26 +119,26 @@ class ChatClient:
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
         )
 
-    async def ask(self, body: bytes, read: Read = read_completion) -> Reply | Failure:
+    async def ask(self, body: bytes, read: Read = read_completion) -> Reply | CallFailure:
         """Make one HTTP exchange. The caller sets the time limit."""
 
-        async def read_reply(response: aiohttp.ClientResponse) -> Reply | Failure:
+        async def read_reply(response: aiohttp.ClientResponse) -> Reply | CallFailure:
             content = await _content(response)
             if len(content) > MAX_REPLY_BYTES:
-                return Failure(Kind.GARBAGE, f"a reply of more than {MAX_REPLY_BYTES} bytes", billed=True)
+                return CallFailure(FailureKind.GARBAGE, f"a reply of more than {MAX_REPLY_BYTES} bytes", billed=True)
             reply = read(content)
-            if isinstance(reply, Failure):
+            if isinstance(reply, CallFailure):
                 return reply._replace(detail=shorten(self._redact(reply.detail)))
             rate = read_rate_headers(response.headers, time.time())
             return reply._replace(text=self._redact_echo(reply.text), rate=rate)
 
         return await self._exchange(body, read_reply)
 
-    async def stream(self, body: bytes, pass_on: Callable[[bytes], Awaitable[None]]) -> Reply | Failure:
+    async def stream(self, body: bytes, pass_on: Callable[[bytes], Awaitable[None]]) -> Reply | CallFailure:
         """Make one exchange and pass each chunk of the reply on as it arrives. An exception from `pass_on` ends the
         exchange."""
 
-        async def read_stream(response: aiohttp.ClientResponse) -> Reply | Failure:
+        async def read_stream(response: aiohttp.ClientResponse) -> Reply | CallFailure:
             tail = b""
             try:
                 while True:
@@ -149,17 +149,19 @@ class ChatClient:
                     await pass_on(chunk)
                     tail = (tail + chunk)[-SSE_TAIL_BYTES:]
             except TimeoutError:
-                return Failure(Kind.TIMEOUT, f"{self._url.host}: no chunk for {self._stall_s:g} s", billed=True)
+                return CallFailure(
+                    FailureKind.TIMEOUT, f"{self._url.host}: no chunk for {self._stall_s:g} s", billed=True
+                )
             except HungUp as error:
-                return Failure(Kind.REJECTED, f"the client hung up: {error}", billed=True)
+                return CallFailure(FailureKind.REJECTED, f"the client hung up: {error}", billed=True)
             except (aiohttp.ClientError, OSError) as error:
                 return self._broken(error)._replace(billed=True)
 
         return await self._exchange(body, read_stream)
 
     async def _exchange(
-        self, body: bytes, use: Callable[[aiohttp.ClientResponse], Awaitable[Reply | Failure]]
-    ) -> Reply | Failure:
+        self, body: bytes, use: Callable[[aiohttp.ClientResponse], Awaitable[Reply | CallFailure]]
+    ) -> Reply | CallFailure:
         opened = [False]
         _opened.set(opened)
         response: aiohttp.ClientResponse | None = None
@@ -170,11 +172,11 @@ class ChatClient:
                 return await use(response)
             return self._failed(response, await _content(response))
         except TimeoutError as error:
-            return Failure(Kind.TIMEOUT, shorten(self._redact(f"{self._url.host}: {error or 'timed out'}")))
+            return CallFailure(FailureKind.TIMEOUT, shorten(self._redact(f"{self._url.host}: {error or 'timed out'}")))
         except (aiohttp.ClientError, OSError) as error:
             never_answered = isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError)
             is_stale = response is None and never_answered and not opened[0]
-            return self._broken(error, Kind.STALE if is_stale else Kind.BROKEN)
+            return self._broken(error, FailureKind.STALE if is_stale else FailureKind.BROKEN)
         finally:
             if response is not None:
                 response.close()  # a connection with an unread body must not return to the pool
@@ -192,22 +194,22 @@ class ChatClient:
     async def close(self) -> None:
         await self._session.close()
 
-    def _failed(self, response: aiohttp.ClientResponse, content: bytes) -> Failure:
+    def _failed(self, response: aiohttp.ClientResponse, content: bytes) -> CallFailure:
         # Remove the key before the text is shortened: half a key would not be found.
         shown = self._redact(content.decode("utf-8", "replace")).encode()
         failure = classify(response.status, response.headers, shown, wall_now=time.time())
         detail = shorten(self._redact(failure.detail))
-        if failure.kind in (Kind.AUTH, Kind.FORBIDDEN):
+        if failure.kind in (FailureKind.AUTH, FailureKind.FORBIDDEN):
             detail = f"{detail} ({self._sent_with})"
         return failure._replace(detail=f"{self._url}: {detail}")
 
-    def _broken(self, error: Exception, kind: Kind = Kind.BROKEN) -> Failure:
+    def _broken(self, error: Exception, kind: FailureKind = FailureKind.BROKEN) -> CallFailure:
         if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
-            kind = Kind.THROTTLED  # this process cannot open more connections, so lower the limit as after a 429
+            kind = FailureKind.THROTTLED  # this process cannot open more connections, so lower the limit as after a 429
             if not self._warned_of_files:
                 self._warned_of_files = True
                 log.warning("too many open files: this limits the requests in flight; raise `ulimit -n`")
-        return Failure(kind, shorten(self._redact(f"{self._url}: {type(error).__name__}: {error}")))
+        return CallFailure(kind, shorten(self._redact(f"{self._url}: {type(error).__name__}: {error}")))
 
     def _redact(self, text: str) -> str:
         return self._key.redact(text) if self._key is not None else text

@@ -17,9 +17,9 @@ import msgspec
 
 from freewheel.judge.config import Endpoint, JudgeConfig, parse_concurrency
 from freewheel.judge.limiter import Limiter, LimiterMemory, Ticket
-from freewheel.judge.outcome import HALTS, INFRA, WAITS, Failure, Kind, Reply
+from freewheel.judge.outcome import HALTS, INFRA, WAITS, CallFailure, FailureKind, Reply
 from freewheel.judge.pacing import Pacer
-from freewheel.judge.stats import EndpointStats, State
+from freewheel.judge.stats import BreakerState, EndpointStats
 
 NEVER = math.inf
 
@@ -113,7 +113,7 @@ class Breaker:
     """The most time lost after the judge is back. One request per second does no harm."""
 
     def __init__(self) -> None:
-        self.state = State.CLOSED
+        self.state = BreakerState.CLOSED
         self._failures = 0
         self._alive_at = -math.inf
         self._pause_s = self.FIRST_PAUSE_S
@@ -122,24 +122,24 @@ class Breaker:
 
     def ready_at(self, now: float) -> float:
         """When a request may be sent: `now` or earlier means at once; infinity while a probe is in flight."""
-        if self.state is State.CLOSED:
+        if self.state is BreakerState.CLOSED:
             return now
-        if self.state is State.OPEN and now >= self._until:
+        if self.state is BreakerState.OPEN and now >= self._until:
             self.probe_next()
-        if self.state is State.PROBING:
+        if self.state is BreakerState.PROBING:
             return math.inf if self._probe_out else now
         return self._until
 
     def sent(self) -> bool:
         """Returns True if this call is the probe. Its end must be reported with `probe=True`."""
-        if self.state is State.PROBING:
+        if self.state is BreakerState.PROBING:
             self._probe_out = True
             return True
         return False
 
     def answered(self, now: float) -> None:
         """The endpoint is alive: it replied, and a 429 is a reply."""
-        self.state, self._failures, self._alive_at, self._pause_s = State.CLOSED, 0, now, self.FIRST_PAUSE_S
+        self.state, self._failures, self._alive_at, self._pause_s = BreakerState.CLOSED, 0, now, self.FIRST_PAUSE_S
 
     def failed(self, now: float, *, known_at: float, probe: bool) -> None:
         """A call ended without a sign of life.
@@ -149,11 +149,11 @@ class Breaker:
         """
         if probe:
             self._pause_s = min(self.LONGEST_PAUSE_S, self._pause_s * self.GROWTH)
-            self.state, self._until = State.OPEN, now + self._pause_s
-        elif self.state is State.CLOSED and known_at >= self._alive_at:
+            self.state, self._until = BreakerState.OPEN, now + self._pause_s
+        elif self.state is BreakerState.CLOSED and known_at >= self._alive_at:
             self._failures += 1
             if self._failures >= self.CONSECUTIVE:
-                self.state, self._until = State.OPEN, now + self._pause_s
+                self.state, self._until = BreakerState.OPEN, now + self._pause_s
 
     def dropped(self, *, probe: bool) -> None:
         """A call was cancelled, which says nothing about the endpoint."""
@@ -162,7 +162,7 @@ class Breaker:
 
     def probe_next(self) -> None:
         """Let one request test whether the endpoint accepts requests again."""
-        self.state, self._probe_out = State.PROBING, False
+        self.state, self._probe_out = BreakerState.PROBING, False
 
 
 class Permit(NamedTuple):
@@ -197,7 +197,7 @@ class EndpointState:
         self.breaker = Breaker()
         self.latencies: deque[float] = deque(maxlen=LATENCIES_KEPT)
         self.patience = AttemptPatience(config.attempt_timeout_s, self.latencies)
-        self.halted: Failure | None = None
+        self.halted: CallFailure | None = None
         """The failure after which nothing more is sent here."""
         self.reserved_cost = 0.0
         """The most that the calls under way may cost."""
@@ -213,7 +213,7 @@ class EndpointState:
         """When a request may be sent: `now` or earlier means at once, `NEVER` means to ask again when a call ends."""
         if self.halted is not None or not self.limiter.has_room():
             return NEVER
-        if self.breaker.state is not State.CLOSED and (at := self.breaker.ready_at(now)) > now:
+        if self.breaker.state is not BreakerState.CLOSED and (at := self.breaker.ready_at(now)) > now:
             return at
         if self.limiter.quiet_until > now:
             return self.limiter.quiet_until
@@ -221,7 +221,7 @@ class EndpointState:
 
     def works(self) -> bool:
         """False while the endpoint is known to be down or to refuse us."""
-        return self.halted is None and self.breaker.state is State.CLOSED
+        return self.halted is None and self.breaker.state is BreakerState.CLOSED
 
     def knows_cost(self, most_tokens: int | None = None) -> bool:
         """False while no limit bounds a reply's length and no reply has arrived. Until one has, calls go out one at a
@@ -269,31 +269,31 @@ class EndpointState:
         if reply.rate is not None:
             self.pacer.observed(now, reply.rate)
 
-    def failed(self, permit: Permit, now: float, failure: Failure) -> Failure:
+    def failed(self, permit: Permit, now: float, failure: CallFailure) -> CallFailure:
         """The call failed. Returns what the failure means at this endpoint.
 
         A 403 from an endpoint that never answered is about our key. After an answer it is about the request.
         """
-        if failure.kind is Kind.FORBIDDEN and not self.stats.answered:
-            failure = failure._replace(kind=Kind.AUTH)
+        if failure.kind is FailureKind.FORBIDDEN and not self.stats.answered:
+            failure = failure._replace(kind=FailureKind.AUTH)
         kind = failure.kind
         self.reserved_cost -= permit.reserved_cost
         if failure.billed:
             self.stats.cost += permit.reserved_cost
-        if kind is Kind.THROTTLED:
+        if kind is FailureKind.THROTTLED:
             self.limiter.throttled(permit.ticket, now)
         elif kind in INFRA:
-            self.limiter.faulted(permit.ticket, now, overload=kind is Kind.OVERLOADED)
+            self.limiter.faulted(permit.ticket, now, overload=kind is FailureKind.OVERLOADED)
         else:
             self.limiter.released(permit.ticket, now)
-        if kind is Kind.RATE:
+        if kind is FailureKind.RATE:
             self.pacer.rejected(now, failure.retry_after_s)
-        if kind is Kind.TIMEOUT:
+        if kind is FailureKind.TIMEOUT:
             self.patience.timed_out(permit.sent_at)
         if kind in INFRA:
-            known_at = permit.sent_at if kind is Kind.TIMEOUT else now
+            known_at = permit.sent_at if kind is FailureKind.TIMEOUT else now
             self.breaker.failed(now, known_at=known_at, probe=permit.probe)
-        elif kind is Kind.STALE:
+        elif kind is FailureKind.STALE:
             self.breaker.dropped(probe=permit.probe)
         else:
             self.breaker.answered(now)

@@ -25,7 +25,7 @@ from freewheel.judge.cache import ReplyCache
 from freewheel.judge.client import ChatClient, open_connector
 from freewheel.judge.config import JudgeConfig
 from freewheel.judge.endpoint import NEVER, EndpointState, Permit, choose_endpoint
-from freewheel.judge.outcome import FINAL, HALTS, REASONS, WAITS, Failure, Kind, Reply
+from freewheel.judge.outcome import FINAL, HALTS, REASONS, WAITS, CallFailure, FailureKind, Reply
 from freewheel.judge.pacing import backoff_s
 from freewheel.judge.parse import Unparseable
 from freewheel.judge.request import (
@@ -61,7 +61,7 @@ _REMEMBER_EVERY_S = 5.0
 """How often the limiters' memory is written: a kill -9 loses at most this much of it."""
 
 Request = JudgeRequest | ChatRequest
-Answer = Scored | Relayed | Failed | Skipped
+EngineAnswer = Scored | Relayed | Failed | Skipped
 
 Deliver = Callable[[int, int, Any], None]
 """Receives (batch, index, verdict): a `Verdict` for a `JudgeRequest`, `Relayed` or `Failed` for a chat completion."""
@@ -95,7 +95,7 @@ class InFlightRequest:
         self.permit: Permit | None = None
         """The permit of the call under way."""
         self.overdue = False
-        """`Engine._end_overdue` cancelled the call because it took too long."""
+        """`JudgeEngine._end_overdue` cancelled the call because it took too long."""
         self.task: asyncio.Task[None] | None = None
         self.avoid: EndpointState | None = None
         """The endpoint where it just failed. It is not sent there again before `avoid_until`."""
@@ -118,7 +118,7 @@ class InFlightRequest:
         return now - permit.sent_at >= (patience.bound_s if self.patient else patience.allow_s(self.timeouts))
 
 
-class Engine:
+class JudgeEngine:
     """Judges requests on the running loop. `deliver` receives each verdict, in the order in which they are reached."""
 
     def __init__(
@@ -367,7 +367,7 @@ class Engine:
             self._drop(permit)
             return
         inflight.permit = permit
-        outcome: Reply | Failure
+        outcome: Reply | CallFailure
         try:
             outcome = await inflight.exchange.call(self._clients[endpoint], endpoint.model, inflight)
         except asyncio.CancelledError:
@@ -376,7 +376,7 @@ class Engine:
                 raise
             inflight.overdue = False  # `_end_overdue` ended the call
             waited_s = time.monotonic() - permit.sent_at
-            outcome = Failure(Kind.TIMEOUT, f"{endpoint.url}: no reply within {waited_s:.3g} s")
+            outcome = CallFailure(FailureKind.TIMEOUT, f"{endpoint.url}: no reply within {waited_s:.3g} s")
         except Exception as error:  # a bug: this request fails, the others continue
             log.exception("a call to the judge broke")
             self._drop(permit)
@@ -392,8 +392,8 @@ class Engine:
                 self._watch_outage(now, "")
             self._read(inflight, outcome)
         else:
-            if outcome.kind is Kind.STALE and inflight.stales >= _MOST_STALE:
-                outcome = outcome._replace(kind=Kind.BROKEN)
+            if outcome.kind is FailureKind.STALE and inflight.stales >= _MOST_STALE:
+                outcome = outcome._replace(kind=FailureKind.BROKEN)
             failure = endpoint.failed(permit, now, outcome)
             self._watch_outage(now, failure.detail)
             self._retry_or_fail(inflight, permit, failure, now)
@@ -423,24 +423,24 @@ class Engine:
             self._replies.keep(inflight.keep_as, reply)
         self._settle(inflight, answer)
 
-    def _retry_or_fail(self, inflight: InFlightRequest, permit: Permit, failure: Failure, now: float) -> None:
+    def _retry_or_fail(self, inflight: InFlightRequest, permit: Permit, failure: CallFailure, now: float) -> None:
         """One call failed: try elsewhere, wait and try again, or give up, depending on the failure's kind."""
         kind, endpoint = failure.kind, permit.endpoint
         inflight.last, inflight.avoid = failure.detail, endpoint
         if endpoint.halted is failure:
             log.error("nothing more is sent to the judge: %s", failure.detail)
-        if kind is Kind.STALE:
+        if kind is FailureKind.STALE:
             inflight.stales += 1
         elif kind in WAITS:
             inflight.throttles += 1
         elif kind not in HALTS:
             inflight.faults += not permit.probe  # the endpoint was known to be down: not this request's fault
-            inflight.timeouts += kind is Kind.TIMEOUT
+            inflight.timeouts += kind is FailureKind.TIMEOUT
         gives_up = kind in FINAL or inflight.committed or inflight.faults >= self._config.max_attempts
         if gives_up or (kind in HALTS and all(other.halted is not None for other in self._endpoints)):
             self._fail(inflight, REASONS[kind], failure.detail)
             return
-        if kind is Kind.STALE or kind in HALTS:
+        if kind is FailureKind.STALE or kind in HALTS:
             self._stats.retries += 1
             self._ready.appendleft(inflight)
             return
@@ -516,13 +516,13 @@ class Engine:
     def _fail(self, inflight: InFlightRequest, reason: Reason, detail: str) -> None:
         self._settle(inflight, Failed(reason.value, inflight.calls, without_surrogates(detail), inflight.usage))
 
-    def _settle(self, inflight: InFlightRequest, answer: Answer) -> None:
+    def _settle(self, inflight: InFlightRequest, answer: EngineAnswer) -> None:
         """End the request: everyone who waits for it gets its verdict."""
         assert not inflight.done
         self._forget(inflight)
         self._answer_all(inflight.waiters, answer)
 
-    def _answer_all(self, waiters: list[tuple[Batch, int, float]], answer: Answer) -> None:
+    def _answer_all(self, waiters: list[tuple[Batch, int, float]], answer: EngineAnswer) -> None:
         for batch, index, _ in waiters:
             self._answer(batch, index, answer)
             if not batch.open:
@@ -537,7 +537,7 @@ class Engine:
         if inflight.task is not None and has_begun and inflight.task is not asyncio.current_task(self._loop):
             inflight.task.cancel()
 
-    def _answer(self, batch: Batch, index: int, answer: Answer) -> None:
+    def _answer(self, batch: Batch, index: int, answer: EngineAnswer) -> None:
         batch.open.pop(index, None)
         stats = self._stats
         if isinstance(answer, Scored):

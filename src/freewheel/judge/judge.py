@@ -265,10 +265,10 @@ class InlineJudge:
 
     def __init__(self, config: JudgeConfig, *, spent: float = 0.0) -> None:
         """`spent`: the part of `max_cost` that others have spent."""
-        from freewheel.judge.engine import Engine  # imports aiohttp
+        from freewheel.judge.engine import JudgeEngine  # imports aiohttp
 
         self.config = config
-        self.engine = Engine(config, deliver=self._deliver, spent=spent)
+        self.engine = JudgeEngine(config, deliver=self._deliver, spent=spent)
         self._numbers = itertools.count()
         self._open: dict[int, Handle] = {}
         self._running = False

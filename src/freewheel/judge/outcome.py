@@ -1,4 +1,4 @@
-"""How one call ends: a `Reply`, or a `Failure` whose kind alone decides what the engine does next. Pure.
+"""How one call ends: a `Reply`, or a `CallFailure` whose kind alone decides what the engine does next. Pure.
 
 kind         asked again            slows the limiter   trips the breaker   stops the endpoint
 THROTTLED    until the deadline     yes (429)           -                   -
@@ -43,7 +43,7 @@ _UNREADABLE = (ValueError, RecursionError)
 """Everything that decoding a server's JSON raises. A thousand nested brackets raise RecursionError."""
 
 
-class Kind(Enum):
+class FailureKind(Enum):
     THROTTLED = "throttled"
     RATE = "rate"
     OVERLOADED = "overloaded"
@@ -58,28 +58,28 @@ class Kind(Enum):
     QUOTA = "quota"
 
 
-WAITS = frozenset({Kind.THROTTLED, Kind.RATE})
+WAITS = frozenset({FailureKind.THROTTLED, FailureKind.RATE})
 """The judge works and asks us to wait. This does not count as an attempt."""
-INFRA = frozenset({Kind.OVERLOADED, Kind.TIMEOUT, Kind.BROKEN})
+INFRA = frozenset({FailureKind.OVERLOADED, FailureKind.TIMEOUT, FailureKind.BROKEN})
 """The endpoint itself has a fault."""
-FINAL = frozenset({Kind.REJECTED, Kind.FORBIDDEN})
+FINAL = frozenset({FailureKind.REJECTED, FailureKind.FORBIDDEN})
 """The judge refuses this very request and would refuse it again."""
-HALTS = frozenset({Kind.AUTH, Kind.NOT_FOUND, Kind.QUOTA})
+HALTS = frozenset({FailureKind.AUTH, FailureKind.NOT_FOUND, FailureKind.QUOTA})
 """The endpoint will refuse every request, so nothing more is sent there."""
 
-REASONS: dict[Kind, Reason] = {
+REASONS: dict[FailureKind, Reason] = {
     **dict.fromkeys(WAITS, Reason.THROTTLED),
-    **dict.fromkeys(INFRA | {Kind.STALE, Kind.GARBAGE}, Reason.UNAVAILABLE),
+    **dict.fromkeys(INFRA | {FailureKind.STALE, FailureKind.GARBAGE}, Reason.UNAVAILABLE),
     **dict.fromkeys(FINAL, Reason.REJECTED),
     **{kind: Reason(kind.value) for kind in HALTS},
 }
 """The verdict's reason if the last call failed with this kind."""
 
-_KIND_OF_STATUS: dict[int, Kind] = {
-    HTTPStatus.REQUEST_TIMEOUT: Kind.TIMEOUT,
-    HTTPStatus.UNAUTHORIZED: Kind.AUTH,
-    HTTPStatus.FORBIDDEN: Kind.FORBIDDEN,
-    HTTPStatus.NOT_FOUND: Kind.NOT_FOUND,
+_KIND_OF_STATUS: dict[int, FailureKind] = {
+    HTTPStatus.REQUEST_TIMEOUT: FailureKind.TIMEOUT,
+    HTTPStatus.UNAUTHORIZED: FailureKind.AUTH,
+    HTTPStatus.FORBIDDEN: FailureKind.FORBIDDEN,
+    HTTPStatus.NOT_FOUND: FailureKind.NOT_FOUND,
 }
 """Every other 4xx that `classify` does not handle itself is `REJECTED`."""
 
@@ -94,10 +94,10 @@ class Reply(NamedTuple):
     rate: RateHeaders | None = None
 
 
-class Failure(NamedTuple):
+class CallFailure(NamedTuple):
     """One call without a usable reply."""
 
-    kind: Kind
+    kind: FailureKind
     detail: str
     retry_after_s: float | None = None
     billed: bool = False
@@ -117,24 +117,24 @@ _QUOTA_WORDS = re.compile(
 )
 
 
-def classify(status: int, headers: Mapping[str, str], body: bytes, *, wall_now: float) -> Failure:
+def classify(status: int, headers: Mapping[str, str], body: bytes, *, wall_now: float) -> CallFailure:
     """Classify a reply with a status other than 200 as a failure. 429 is QUOTA, RATE or THROTTLED."""
     text = _error_text(body)
     phrase = HTTPStatus(status).phrase if status in HTTPStatus._value2member_map_ else "?"
     detail = f"HTTP {status} {phrase}" + (f": {text}" if text else "")
     if status == HTTPStatus.PAYMENT_REQUIRED or (status == HTTPStatus.TOO_MANY_REQUESTS and _QUOTA_WORDS.search(text)):
-        return Failure(Kind.QUOTA, detail)
+        return CallFailure(FailureKind.QUOTA, detail)
     if status == HTTPStatus.TOO_MANY_REQUESTS:
-        kind = Kind.RATE if _exhausted(headers) or _RATE_WORDS.search(text) else Kind.THROTTLED
-        return Failure(kind, detail, _retry_after_s(headers, wall_now))
+        kind = FailureKind.RATE if _exhausted(headers) or _RATE_WORDS.search(text) else FailureKind.THROTTLED
+        return CallFailure(kind, detail, _retry_after_s(headers, wall_now))
     if status >= 500:
-        return Failure(Kind.OVERLOADED, detail, _retry_after_s(headers, wall_now))
+        return CallFailure(FailureKind.OVERLOADED, detail, _retry_after_s(headers, wall_now))
     if 300 <= status < 400:
         target = shorten(headers.get("Location", "elsewhere"))
         remedy = "freewheel sends a key only to the endpoint that you name; name that URL as the endpoint"
         detail = f"HTTP {status} {phrase}: it redirects to {target}, which is not followed: {remedy}"
-        return Failure(Kind.NOT_FOUND, detail)
-    return Failure(_KIND_OF_STATUS.get(status, Kind.REJECTED), detail)
+        return CallFailure(FailureKind.NOT_FOUND, detail)
+    return CallFailure(_KIND_OF_STATUS.get(status, FailureKind.REJECTED), detail)
 
 
 def _exhausted(headers: Mapping[str, str]) -> list[str]:
@@ -215,21 +215,21 @@ _completion = msgspec.json.Decoder(_Completion, strict=False)
 _envelope = msgspec.json.Decoder(_Envelope, strict=False)
 
 
-def read_completion(content: bytes) -> Reply | Failure:
+def read_completion(content: bytes) -> Reply | CallFailure:
     """Read a chat completion that came with status 200. Content may be text or a list of parts."""
     try:
         completion = _decode_forgivingly(content)
     except _UNREADABLE as error:
         return _garbage(content, error)
     if not completion.choices:
-        return Failure(Kind.GARBAGE, "200, but `choices` is empty", billed=True)
+        return CallFailure(FailureKind.GARBAGE, "200, but `choices` is empty", billed=True)
     choice = completion.choices[0]
     text = choice.message.content
     if isinstance(text, list):
         text = "".join(part.text or "" for part in text if part.type in ("text", "output_text"))
     if not text and (choice.message.refusal or choice.finish_reason == "content_filter"):
         detail = f"the judge refuses: {choice.message.refusal or choice.finish_reason}"
-        return Failure(Kind.REJECTED, detail, billed=True)
+        return CallFailure(FailureKind.REJECTED, detail, billed=True)
     return Reply(without_surrogates(text or ""), _usage(completion.usage), choice.finish_reason in _CUT_OFF)
 
 
@@ -245,7 +245,7 @@ def _decode_forgivingly(content: bytes) -> _Completion:
         return msgspec.convert(found, _Completion, strict=False)
 
 
-def read_chat(content: bytes) -> Reply | Failure:
+def read_chat(content: bytes) -> Reply | CallFailure:
     """Read a client's chat completion that came with status 200. The reply's text is the whole body."""
     try:
         envelope = _envelope.decode(content)
@@ -253,7 +253,7 @@ def read_chat(content: bytes) -> Reply | Failure:
     except _UNREADABLE as error:
         return _garbage(content, error)
     if not envelope.choices:
-        return Failure(Kind.GARBAGE, "200, but `choices` is empty", billed=True)
+        return CallFailure(FailureKind.GARBAGE, "200, but `choices` is empty", billed=True)
     whole = all(choice.finish_reason in _WHOLE for choice in envelope.choices)
     return Reply(text, _usage(envelope.usage), cut_off=not whole)
 
@@ -287,7 +287,7 @@ def _count(tokens: float | None) -> int:
     return int(min(max(tokens, 0), TOKENS_MAX)) if tokens else 0
 
 
-def _garbage(content: bytes, error: Exception) -> Failure:
+def _garbage(content: bytes, error: Exception) -> CallFailure:
     """Return the failure for a body that is not a completion. Some gateways answer 200 with `{"error": {"code": 429,
     …}}`; then the code is the real status."""
     with contextlib.suppress(*_UNREADABLE):
@@ -297,4 +297,4 @@ def _garbage(content: bytes, error: Exception) -> Failure:
         if isinstance(code, int) and 400 <= code < 600:
             return classify(code, {}, content, wall_now=0.0)
     seen = content[: 16 * DETAIL_CHARS].decode("utf-8", "replace")
-    return Failure(Kind.GARBAGE, f"200, but not a chat completion ({error}): {seen}", billed=True)
+    return CallFailure(FailureKind.GARBAGE, f"200, but not a chat completion ({error}): {seen}", billed=True)

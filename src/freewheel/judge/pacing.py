@@ -156,7 +156,7 @@ class Bucket:
         return now if missing <= 0.0 else now + missing / self.rate_per_s
 
 
-def _configured(per_minute: float | None) -> Bucket | None:
+def _make_bucket(per_minute: float | None) -> Bucket | None:
     if per_minute is None:
         return None
     rate_per_s = per_minute / MINUTE_S
@@ -188,8 +188,8 @@ class Pacer:
     """Never sends faster than the configured or learned budgets allow, and never makes a request wait forever."""
 
     def __init__(self, *, requests_per_minute: float | None = None, tokens_per_minute: float | None = None) -> None:
-        self._requests = _configured(requests_per_minute)
-        self._tokens = _configured(tokens_per_minute)
+        self._requests = _make_bucket(requests_per_minute)
+        self._tokens = _make_bucket(tokens_per_minute)
         self._header_requests: Bucket | None = None
         self._header_tokens: Bucket | None = None
         self._pace_per_s = 0.0  # 0: no pace

@@ -344,7 +344,7 @@ class _ScoreFinder:
     def __call__(self, reply: str) -> float:
         answer, unopened = _split_thinking(reply)
         envelope = _ENVELOPE.fullmatch(answer)
-        text = self._prepared(f"{envelope[1]}\n{envelope[3]}" if envelope else answer)
+        text = self._prepare(f"{envelope[1]}\n{envelope[3]}" if envelope else answer)
         if len(text) > 1 and text[0] == text[-1] == '"' and text.count('"') == 2:
             text = text[1:-1].strip()
         tokens = self._tokens(text)
@@ -359,16 +359,16 @@ class _ScoreFinder:
             raise Unparseable(
                 f"{number_text(chosen.value)} is outside {number_text(self._low)} to {number_text(self._high)}"
             )
-        if unopened and self._place == "only" and not self._claimed(unopened) <= {chosen.value}:
+        if unopened and self._place == "only" and not self._find_claimed(unopened) <= {chosen.value}:
             raise Unparseable(f"another score before a closing think tag in {_shorten(reply)}")
         return chosen.value
 
-    def _prepared(self, text: str) -> str:
+    def _prepare(self, text: str) -> str:
         return self._scale.sub(" ", _SLASHED.sub("/", _make_plain(text)))
 
-    def _claimed(self, text: str) -> set[float | None]:
+    def _find_claimed(self, text: str) -> set[float | None]:
         """The values that `text` puts forward as the score."""
-        text = self._prepared(text)
+        text = self._prepare(text)
         return {claim.token.value for claim in self._claims(text, self._tokens(text), _Quotes(text))}
 
     def _tokens(self, text: str) -> dict[int, _Token]:
@@ -417,7 +417,7 @@ class _ScoreFinder:
                     token = token._replace(value=None)
                 found[token.start] = _Claim(token, own, loose, firm)
 
-        for token, begin, firm in self._labelled(text, tokens):
+        for token, begin, firm in self._find_labelled(text, tokens):
             add(token, begin, firm=firm)
         for token in tokens.values():
             if token.start in found:
@@ -429,7 +429,7 @@ class _ScoreFinder:
                 add(token, token.start, own=own, loose=loose, firm=not _is_under_answer_heading(text, token.start))
         return [found[start] for start in sorted(found)]
 
-    def _labelled(self, text: str, tokens: dict[int, _Token]) -> Iterator[tuple[_Token, int, bool]]:
+    def _find_labelled(self, text: str, tokens: dict[int, _Token]) -> Iterator[tuple[_Token, int, bool]]:
         """Yield each number with a label, the start of the label, and whether the number can be the judge's score."""
         for label in _LABEL.finditer(text):
             gap = _SEPARATOR.match(text, label.end())
@@ -613,7 +613,7 @@ def _find_scores_in_json(rubric: Rubric) -> Callable[[str], _Claims]:
             parts = {}
             for name in weights:
                 value = fields[name]
-                parts[name] = number_in(value) if isinstance(value, str) else _checked(value, rubric, repr(name))
+                parts[name] = number_in(value) if isinstance(value, str) else _check_number(value, rubric, repr(name))
             mean = math.fsum(weights[name] * score for name, score in parts.items()) / total
             reading = Reading(min(max(mean, rubric.low), rubric.high), parts if rubric.criteria else {})
             claims.append((reading, own))
@@ -622,7 +622,7 @@ def _find_scores_in_json(rubric: Rubric) -> Callable[[str], _Claims]:
     return find
 
 
-def _checked(value: object, rubric: Rubric, name: str) -> float:
+def _check_number(value: object, rubric: Rubric, name: str) -> float:
     """Check `value` as a score in `rubric`'s range."""
     if isinstance(value, bool | str | bytes) or not hasattr(value, "__float__"):
         raise Unparseable(f"{name} is a {type(value).__name__}, not a number")
@@ -684,7 +684,7 @@ def _custom_reader(rubric: Rubric) -> Reader:
             result = function(reply)
             value, parts = result if isinstance(result, tuple) else (result, {})
             named = {without_surrogates(str(name)): float(part) for name, part in dict(parts).items()}
-            score = _checked(value, rubric, f"the result of {rubric.parser}")
+            score = _check_number(value, rubric, f"the result of {rubric.parser}")
         except Unparseable:
             raise
         except Exception as error:  # the user's code may raise anything; the reply is then unreadable

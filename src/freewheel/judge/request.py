@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from freewheel.judge.config import JudgeConfig
-from freewheel.judge.outcome import Failure, HungUp, Reply, read_chat
+from freewheel.judge.outcome import CallFailure, HungUp, Reply, read_chat
 from freewheel.judge.parse import Unparseable, make_reader
 from freewheel.judge.rubric import ANNOUNCE, BEGIN, END, LABELS, MARKER_CLOSE, Rubric, template_parts
 from freewheel.judge.verdict import Scored, Usage, without_surrogates
@@ -233,7 +233,7 @@ class RubricExchange:
         content = sum(map(_utf8_bytes, (request.response, request.prompt, request.reference)))
         return Identity(key, self._static_size + content, keep_as=key)
 
-    async def call(self, client: ChatClient, model: str, inflight: InFlightRequest) -> Reply | Failure:
+    async def call(self, client: ChatClient, model: str, inflight: InFlightRequest) -> Reply | CallFailure:
         return await client.ask(self._bodies[model].write(inflight.request, reask=inflight.asks > 0))
 
     def read(self, inflight: InFlightRequest, reply: Reply) -> Scored:
@@ -281,7 +281,7 @@ class ChatExchange:
         key = digest.digest()
         return unique._replace(key=unique.key if request.fresh else key, keep_as=key)
 
-    async def call(self, client: ChatClient, model: str, inflight: InFlightRequest) -> Reply | Failure:
+    async def call(self, client: ChatClient, model: str, inflight: InFlightRequest) -> Reply | CallFailure:
         body, sink = self._with_model(inflight.request.body, model), inflight.request.sink
         if sink is None:
             return await client.ask(body, read_chat)

@@ -111,7 +111,7 @@ class MalformedRowError(ValueError):
     """The line holds no row. The message names the fault."""
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
+class AddedFields(msgspec.Struct, frozen=True, kw_only=True):
     """The fields that are added to a row. Fields without a value are left out."""
 
     line: int
@@ -127,7 +127,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     usage: dict[str, int] | UnsetType = UNSET
 
     @classmethod
-    def of(cls, line: int, key: str, verdict: Verdict) -> Entry:
+    def of(cls, line: int, key: str, verdict: Verdict) -> AddedFields:
         fields = plain_verdict(verdict)
         is_empty = {"detail": not fields.get("detail"), "usage": not any(fields.get("usage", {}).values())}
         fields = {name: value for name, value in fields.items() if not is_empty.get(name)}
@@ -180,18 +180,18 @@ class RowFormat:
         digest.update(b"%d:%d:%d:" % tuple(map(len, texts)) + b"".join(texts))
         return digest.hexdigest()[:_KEY_HEX_DIGITS]
 
-    def malformed_entry(self, line: Line, detail: str) -> Entry:
+    def malformed_entry(self, line: Line, detail: str) -> AddedFields:
         key = hashlib.sha256(line.text).hexdigest()[:_KEY_HEX_DIGITS]
-        return Entry(line=line.number, status="failed", score=None, key=key, reason=MALFORMED, detail=detail)
+        return AddedFields(line=line.number, status="failed", score=None, key=key, reason=MALFORMED, detail=detail)
 
-    def write(self, line: Line, entry: Entry) -> bytes:
+    def write(self, line: Line, entry: AddedFields) -> bytes:
         """The row with its verdict, newline included. A malformed row has nothing else: it cannot be passed through."""
         before = b"{" if entry.reason == MALFORMED else line.text.rstrip()[:-1] + b","
         return b"%b%b:%b}\n" % (before, msgspec.json.encode(self._fields.verdict), msgspec.json.encode(entry))
 
-    def read_written(self, text: bytes) -> Entry:
+    def read_written(self, text: bytes) -> AddedFields:
         """Return the verdict in a row of an output file. Raises `ValueError` if the row is not from an output file."""
-        return msgspec.convert(_load(text).get(self._fields.verdict), Entry)
+        return msgspec.convert(_load(text).get(self._fields.verdict), AddedFields)
 
 
 def _load(text: bytes) -> dict[str, Any]:
@@ -216,7 +216,7 @@ def _load(text: bytes) -> dict[str, Any]:
 # -- totals -----------------------------------------------------------------------------------------------------------
 
 
-class Tally(msgspec.Struct, kw_only=True):
+class RowCounts(msgspec.Struct, kw_only=True):
     """Rows by outcome. `scored`, `failed`, `skipped` and `malformed` add up to the rows of the output."""
 
     scored: int = 0
@@ -234,7 +234,7 @@ class Tally(msgspec.Struct, kw_only=True):
     def rows(self) -> int:
         return self.scored + self.failed + self.skipped + self.malformed
 
-    def count(self, entry: Entry) -> None:
+    def count(self, entry: AddedFields) -> None:
         if entry.status == "scored":
             self.scored += 1
             self.cached += bool(entry.cached)
@@ -252,13 +252,13 @@ class Tally(msgspec.Struct, kw_only=True):
 # -- outputs ----------------------------------------------------------------------------------------------------------
 
 
-class Output:
+class RowOutput:
     """Writes whole rows. This base class is for a pipe or a device, which a later run cannot continue."""
 
     def __init__(self, fd: int, name: str = "-") -> None:
         self.fd = fd
         self.name = name
-        self.tally = Tally()
+        self.tally = RowCounts()
         """The rows in it, those of an earlier run included."""
         self.last_line = 0
         """The input line of its last row."""
@@ -276,7 +276,7 @@ class Output:
         """Called when the job ends. `is_complete`: it reached the end of its input."""
 
 
-class FileOutput(Output):
+class FileOutput(RowOutput):
     """The file at `path`, locked by this process until it is closed. A later run can continue it."""
 
     def __init__(self, path: Path) -> None:
@@ -327,7 +327,7 @@ class FileOutput(Output):
         os.close(self.fd)
 
 
-class Replacement(Output):
+class Replacement(RowOutput):
     """A new version of a `FileOutput`. It replaces the file when it is complete; until then the file is unchanged."""
 
     def __init__(self, original: FileOutput) -> None:

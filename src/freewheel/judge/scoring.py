@@ -1,6 +1,6 @@
 """`ScoringJob`: score a file of rows with a judge into a file of verdicts, in order and in constant memory.
 
-    read_lines ─▶ RowFormat.read ─▶ Judge.submit ─▶ open batches ─▶ verdicts ─▶ StopRule ─▶ Output, on_progress
+    read_lines ─▶ RowFormat.read ─▶ Judge.submit ─▶ open batches ─▶ verdicts ─▶ StopRule ─▶ RowOutput, on_progress
                                     (a window of rows and bytes)     (oldest first)
 
 Rows are written in the order of the input, so the last row of an output says where a later run continues. Answers
@@ -33,15 +33,15 @@ from freewheel.judge.request import JudgeRequest
 from freewheel.judge.row_files import (
     MALFORMED,
     REMEDY,
-    Entry,
+    AddedFields,
     Fields,
     FileOutput,
     Line,
     MalformedRowError,
-    Output,
     Replacement,
+    RowCounts,
     RowFormat,
-    Tally,
+    RowOutput,
     is_stream,
     read_lines,
 )
@@ -178,10 +178,10 @@ class CallsMeter:
         return Calls(cost=stats.cost, restarts=stats.restarts, **(self._before + counts))
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
+class ScoringProgress(msgspec.Struct, frozen=True, kw_only=True):
     """How far a job is."""
 
-    tally: Tally
+    tally: RowCounts
     """Rows written, including those of an earlier run."""
     decided: int
     """Rows with a verdict, written or waiting for an earlier row."""
@@ -208,7 +208,7 @@ class Stopped(msgspec.Struct, frozen=True, kw_only=True):
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a job."""
 
-    tally: Tally
+    tally: RowCounts
     before: int
     blank: int
     elapsed_s: float
@@ -224,7 +224,7 @@ class _Slot(NamedTuple):
 
     line: Line
     key: str = ""
-    entry: Entry | None = None
+    entry: AddedFields | None = None
     row: bytes = b""
 
 
@@ -246,7 +246,7 @@ class ScoringJob:
         fields: Fields | None = None,
         overwrite: bool = False,
         retry_failed: bool = False,
-        on_progress: Callable[[Progress], None] = lambda progress: None,
+        on_progress: Callable[[ScoringProgress], None] = lambda progress: None,
         on_malformed: Callable[[int, str], None] = lambda line, detail: None,
     ) -> None:
         """Score the rows of `source` into `target`; `-` is stdin or stdout. Raises `ConfigError` if either cannot be
@@ -289,10 +289,10 @@ class ScoringJob:
 
     def _open_output(
         self, source: str, target: str, stack: contextlib.ExitStack, *, overwrite: bool, retry_failed: bool
-    ) -> Output:
+    ) -> RowOutput:
         if is_stream(target):
             out = sys.stdout.fileno() if target == "-" else _open("output", target, os.O_WRONLY, stack)
-            return Output(out, target)
+            return RowOutput(out, target)
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(self._source), Path(target).stat()):
                 raise ConfigError("output", target, "it is the input file itself; give another output file")
@@ -439,7 +439,7 @@ class ScoringJob:
                     ruling = self._rule.judge(verdict)
                     if ruling is Ruling.STOP:
                         break
-                    entry = Entry.of(slot.line.number, slot.key, verdict)
+                    entry = AddedFields.of(slot.line.number, slot.key, verdict)
                     held.append(slot._replace(entry=entry, row=self._rows.write(slot.line, entry)))
                 else:
                     ruling = Ruling.WRITE
@@ -491,7 +491,7 @@ class ScoringJob:
         open_batches = [(batch.size, handle.progress()) for batch, handle in self._open]
         stats = self._judge.stats()
         self._on_progress(
-            Progress(
+            ScoringProgress(
                 tally=self._tally,
                 decided=self._tally.rows + sum(progress.done for _, progress in open_batches),
                 bytes_done=self._bytes_done + sum(round(size * progress.share) for size, progress in open_batches),

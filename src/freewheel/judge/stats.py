@@ -8,11 +8,11 @@ from enum import Enum
 
 import msgspec
 
-Sample = tuple[Mapping[str, str], float]
+MetricSample = tuple[Mapping[str, str], float]
 """Labels and value of one line of Prometheus text."""
 
 
-class State(Enum):
+class BreakerState(Enum):
     """State of an endpoint's circuit breaker."""
 
     CLOSED = "closed"
@@ -20,9 +20,9 @@ class State(Enum):
     PROBING = "probing"
 
 
-def is_up(*, breaker: str = State.CLOSED.value, halted: str = "", **_: object) -> bool:
+def is_up(*, breaker: str = BreakerState.CLOSED.value, halted: str = "", **_: object) -> bool:
     """Whether an endpoint with these stats receives more than an occasional probe."""
-    return breaker == State.CLOSED.value and not halted
+    return breaker == BreakerState.CLOSED.value and not halted
 
 
 class EndpointStats(msgspec.Struct, kw_only=True):
@@ -131,10 +131,10 @@ class JudgeStats(msgspec.Struct, kw_only=True):
         per_endpoint = ("sent", "answered", "throttled", "prompt_tokens", "completion_tokens", "cost")
         tiers = {"memory": self.cache_hits_memory, "disk": self.cache_hits_disk}
         quantiles = {"0.5": "latency_p50_s", "0.9": "latency_p90_s", "0.99": "latency_p99_s"}
-        faults: list[Sample] = [
+        faults: list[MetricSample] = [
             ({**labels, "kind": kind}, n) for labels, e in each for kind, n in sorted(e.faults.items())
         ]
-        families: dict[str, list[Sample]] = {
+        families: dict[str, list[MetricSample]] = {
             **{f"{name}_total": [({}, getattr(self, name))] for name in totals},
             "failed_total": [({"reason": reason}, n) for reason, n in sorted(self.failed.items())],
             "cache_hits_total": [({"tier": tier}, n) for tier, n in tiers.items()],
@@ -151,7 +151,7 @@ class JudgeStats(msgspec.Struct, kw_only=True):
         return exposition("freewheel_judge_", families)
 
 
-def exposition(prefix: str, families: Mapping[str, Iterable[Sample]]) -> str:
+def exposition(prefix: str, families: Mapping[str, Iterable[MetricSample]]) -> str:
     """Prometheus text. A family whose name ends in `_total` is a counter, any other a gauge."""
     lines: list[str] = []
     for name, samples in families.items():

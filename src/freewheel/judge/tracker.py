@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from freewheel.judge.request import JudgeRequest
 from freewheel.judge.stats import JudgeStats
 from freewheel.judge.transport import AskStats, Cancel, LogLine, Results, StatsReply, Submit, ToCaller, ToEngine
-from freewheel.judge.verdict import EngineDied, Failed, JudgeClosed, Reason, Scored, Skipped, Verdict
+from freewheel.judge.verdict import Failed, JudgeClosed, JudgeDied, Reason, Scored, Skipped, Verdict
 from freewheel.utils.waiting import wait_in_slices
 
 log = logging.getLogger("freewheel.judge")
@@ -213,7 +213,7 @@ class RequestTracker:
         self._query: Future[JudgeStats] | None = None
         self._sent_count = 0
         self._next_batch = 0
-        self._refusal: JudgeClosed | EngineDied | None = None
+        self._refusal: JudgeClosed | JudgeDied | None = None
         """Why no further batch is accepted."""
         self.wake: Callable[[], None] = lambda: None
         """Called from any thread whenever there is something new for the engine. It must not block."""
@@ -253,9 +253,9 @@ class RequestTracker:
         self.wake()
         return query
 
-    def end(self, why: JudgeClosed | EngineDied) -> None:
+    def end(self, why: JudgeClosed | JudgeDied) -> None:
         """Refuse further batches with that error. Open ones end as cancelled, or as failed if the engine died."""
-        is_dead = isinstance(why, EngineDied)
+        is_dead = isinstance(why, JudgeDied)
         with self._lock:
             self._refusal = self._refusal or why
             if is_dead:

@@ -35,8 +35,8 @@ import msgspec
 from freewheel.judge.config import JudgeConfig, Secret
 from freewheel.judge.request import JudgeRequest
 from freewheel.judge.stats import JudgeStats
-from freewheel.judge.verdict import EngineDied, JudgeError, Verdict
-from freewheel.utils.processes import end_with
+from freewheel.judge.verdict import JudgeDied, JudgeError, Verdict
+from freewheel.utils.processes import end_with, start_child
 from freewheel.utils.waiting import wait_for_event, wait_in_slices
 
 if TYPE_CHECKING:
@@ -224,9 +224,9 @@ class Service:
     """Runs one engine until it receives `Close`. `send` receives the messages for the caller."""
 
     def __init__(self, config: JudgeConfig, spent: float, send: Callable[[ToCaller], None]) -> None:
-        from freewheel.judge.engine import Engine  # imports aiohttp, which the caller's process does not need
+        from freewheel.judge.engine import JudgeEngine  # imports aiohttp, which the caller's process does not need
 
-        self._engine = Engine(config, deliver=self._collect, answered_all=self._flush_soon, spent=spent)
+        self._engine = JudgeEngine(config, deliver=self._collect, answered_all=self._flush_soon, spent=spent)
         self._send = send
         self._items: list[tuple[int, int, Verdict]] = []
         self._flush_is_due = False
@@ -481,7 +481,7 @@ class Link:
 
     def _give_up(self, why: str) -> None:
         self._ending = True
-        self._tracker.end(EngineDied(why))
+        self._tracker.end(JudgeDied(why))
 
     def _break_down(self, error: Exception) -> None:
         log.exception("the judge's link broke")
@@ -526,17 +526,11 @@ class Link:
         return code
 
     def _spawn(self) -> socket.socket:
-        # The child searches for modules where this process does, so it finds a rubric's own parser.
-        path = os.pathsep.join(entry or "." for entry in sys.path)
         with _spawning:
             ours, theirs = socket.socketpair()
             try:
-                self._child = subprocess.Popen(
-                    [sys.executable, "-P", "-c", _PROGRAM, str(theirs.fileno())],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    env={**os.environ, "PYTHONPATH": path},
+                self._child = start_child(
+                    "-c", _PROGRAM, str(theirs.fileno()), pass_fds=[theirs.fileno()], stdout=subprocess.DEVNULL
                 )
             except BaseException:
                 ours.close()

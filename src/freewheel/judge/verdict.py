@@ -23,7 +23,7 @@ class JudgeClosed(JudgeError, RuntimeError):
     """The judge was closed, or belongs to another process (a handle does not survive a fork)."""
 
 
-class EngineDied(JudgeError, RuntimeError):
+class JudgeDied(JudgeError, RuntimeError):
     """The engine's process kept dying. The message says how it ended; its last output is on stderr."""
 
 

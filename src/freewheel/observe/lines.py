@@ -13,7 +13,7 @@ Each process has its own files, so no process waits for another. A killed proces
 files of one name, including those of earlier processes, take at most `most_bytes`.
 
 `Tail` returns the whole lines that were appended to a file since the last look. `Folder` does the same for a folder.
-`decoded` decodes one line.
+`decode_line` decodes one line.
 
     look ─▶ blocks of whole lines, each with its position in the file; an incomplete line waits for its rest
          ├─ shorter than before, or a new file of that name ─▶ `generation` increases, and it is read from its start
@@ -152,7 +152,7 @@ class Lines:
         try:
             self._begin()
         except OSError as error:
-            self._file.refused(len(self._waiting), error)
+            self._file.handle_failure(len(self._waiting), error)
             self._waiting.clear()
             return
         parts: list[bytes] = []
@@ -172,7 +172,7 @@ class Lines:
             try:
                 self._set_aside()
             except OSError as error:
-                self._file.refused(data.count(b"\n"), error)
+                self._file.handle_failure(data.count(b"\n"), error)
                 return
         self._file.append(data)
 
@@ -275,7 +275,7 @@ def as_line(value: Any) -> bytes:
         return json.dumps(finite, ensure_ascii=False).encode(errors="replace") + b"\n"
 
 
-def decoded(decoder: msgspec.json.Decoder[T], line: bytes) -> T | None:
+def decode_line(decoder: msgspec.json.Decoder[T], line: bytes) -> T | None:
     """Decode a line. None for an incomplete line, invalid text, or nesting that is too deep."""
     try:
         return decoder.decode(line)
@@ -292,7 +292,7 @@ def read_lines(path: Path, *, refused: Callable[[], object] = lambda: None) -> I
     try:
         with path.open("rb") as file:
             for line in file:
-                if (value := decoded(_ANY, line)) is not None:
+                if (value := decode_line(_ANY, line)) is not None:
                     yield value
                 elif line.endswith(b"\n"):
                     refused()

@@ -34,7 +34,7 @@ def attach_log(run_dir: str | os.PathLike[str], component: str, level: int | str
     component, level or files; a process writes to one run's log at a time."""
     folder = Path(run_dir).absolute()
     logger = logging.getLogger(LOGGER)
-    handlers = _attached()
+    handlers = _list_attached()
     if not handlers or handlers[0].path.parent != folder:
         # Open first: if the run directory cannot be written, the old files stay attached.
         with contextlib.ExitStack() as opened:
@@ -53,12 +53,12 @@ def attach_log(run_dir: str | os.PathLike[str], component: str, level: int | str
 
 def detach_log() -> None:
     """Undo `attach_log`. Does nothing if no log is attached."""
-    for handler in _attached():
+    for handler in _list_attached():
         logging.getLogger(LOGGER).removeHandler(handler)
         handler.close()
 
 
-def _attached() -> list[LogFile]:
+def _list_attached() -> list[LogFile]:
     return [one for one in logging.getLogger(LOGGER).handlers if isinstance(one, LogFile)]
 
 

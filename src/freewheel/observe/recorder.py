@@ -105,7 +105,7 @@ def need(module: str, *, key: str, value: object, package: str | None = None) ->
         raise SinkError(key, value, remedy) from error
 
 
-def named(kind: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+def name_numbers(kind: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Yield the numbers of a row under the names that sinks show."""
     for name, number in numbers(values) if kind != "event" else ():
         yield (name if kind != "eval" or name.startswith("eval/") else f"eval/{name}"), number
@@ -171,7 +171,7 @@ class TensorBoardSink:
         self._put(file_version="brain.Event:2")
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        found = [self._summary.Value(tag=name, simple_value=number) for name, number in named(kind, values)]
+        found = [self._summary.Value(tag=name, simple_value=number) for name, number in name_numbers(kind, values)]
         if found:
             self._put(step=step, summary=self._summary(value=found))
         if time.monotonic() - self._flushed_at >= FLUSH_EVERY_S:
@@ -215,7 +215,7 @@ class WandbSink:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        found = dict(named(kind, values))
+        found = dict(name_numbers(kind, values))
         if found:
             self._run.log({**found, "step": step})
 
@@ -267,7 +267,7 @@ class PrometheusSink:
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         found = {
             PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", name): (self._help.get(name.rpartition("/")[2], name), number)
-            for name, number in named(kind, values)
+            for name, number in name_numbers(kind, values)
         }
         if kind == "step":
             found[f"{PREFIX}step"] = ("last training step recorded", float(step))
@@ -284,7 +284,7 @@ class PrometheusSink:
         self._thread.join()
 
 
-Kind = Literal["step", "eval", "statistics", "event", "pulse", "sync"]
+RowKind = Literal["step", "eval", "statistics", "event", "pulse", "sync"]
 RESERVED = ("kind", "step", "time", "nonfinite")
 """Fields of every row. A value with one of these names gets a trailing underscore."""
 WATCHED = ("step", "eval", "statistics")
@@ -317,7 +317,7 @@ class Recorder:
     def lost_rows(self) -> int:
         return self._file.lost
 
-    def record(self, kind: Kind, step: int, values: Mapping[str, Any]) -> None:
+    def record(self, kind: RowKind, step: int, values: Mapping[str, Any]) -> None:
         found: dict[str, Any] = plain(values)
         with self._lock:
             self._file.append(self._row(kind, step, found))
@@ -348,7 +348,7 @@ class Recorder:
                 )
             self._file.close()
 
-    def _row(self, kind: Kind, step: int, values: dict[str, Any]) -> bytes:
+    def _row(self, kind: RowKind, step: int, values: dict[str, Any]) -> bytes:
         finite, nonfinite = without_nonfinite(values)
         row: dict[str, Any] = {"kind": kind, "step": int(step), "time": round(self._clock(), 3)}
         row |= {name + "_" if name in RESERVED else name: value for name, value in finite.items()}
@@ -358,7 +358,7 @@ class Recorder:
 
     # -- sinks --------------------------------------------------------------------------------------------------------
 
-    def _write_to(self, sink: Sink, kind: Kind, step: int, values: Mapping[str, Any]) -> None:
+    def _write_to(self, sink: Sink, kind: RowKind, step: int, values: Mapping[str, Any]) -> None:
         try:
             sink.write(kind, step, values)
             return
@@ -368,7 +368,7 @@ class Recorder:
         _close(sink, logging.DEBUG)
 
 
-def read_metrics(run_dir: str | os.PathLike[str], kind: Kind | None = None) -> list[dict[str, Any]]:
+def read_metrics(run_dir: str | os.PathLike[str], kind: RowKind | None = None) -> list[dict[str, Any]]:
     """Return the rows of a run, all or of one kind, during or after it. Invalid lines are skipped."""
     rows = [row for row in read_lines(Path(run_dir) / METRICS) if isinstance(row, dict)]
     return [row for row in rows if isinstance(row.get("step"), int) and kind in (None, row.get("kind"))]

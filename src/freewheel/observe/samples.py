@@ -25,7 +25,7 @@ HALF = "\N{REPLACEMENT CHARACTER}"
 """A tokenizer returns this for a character whose tokens are incomplete."""
 
 
-class Samples:
+class SampleWriter:
     """Keeps at most `per_s` groups per second. Never raises and never waits."""
 
     def __init__(
@@ -95,7 +95,7 @@ def read_samples(run_dir: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 
 # -- the process's own ------------------------------------------------------------------------------------------------
 
-_samples: Samples | None = None
+_samples: SampleWriter | None = None
 
 
 def attach_samples(run_dir: str | os.PathLike[str], component: str, *, per_s: float, most_bytes: int) -> None:
@@ -103,7 +103,7 @@ def attach_samples(run_dir: str | os.PathLike[str], component: str, *, per_s: fl
     global _samples
     detach_samples()
     if per_s > 0 and most_bytes > 0:
-        _samples = Samples(run_dir, component, per_s=per_s, most_bytes=most_bytes)
+        _samples = SampleWriter(run_dir, component, per_s=per_s, most_bytes=most_bytes)
 
 
 def detach_samples() -> None:

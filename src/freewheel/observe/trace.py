@@ -136,7 +136,7 @@ def counter(name: str, **values: float) -> None:
         _tracer.counter(name, values)
 
 
-Event = dict[str, Any]
+TraceEvent = dict[str, Any]
 
 FIRST = ("main", "trainer", "sync")
 """The order in which a viewer shows components; rollouters follow."""
@@ -150,7 +150,7 @@ Refused = Callable[[Path], object]
 """Called for each invalid line of a file."""
 
 
-def read_trace(run_dir: str | os.PathLike[str], *, refused: Refused = lambda _: None) -> Iterator[Event]:
+def read_trace(run_dir: str | os.PathLike[str], *, refused: Refused = lambda _: None) -> Iterator[TraceEvent]:
     """Yield all events as they were written, file by file. The two events of a pair follow each other."""
     for file in files_of(Path(run_dir) / TRACE):
         none = partial(refused, file.path)
@@ -167,7 +167,7 @@ def components(run_dir: str | os.PathLike[str]) -> list[str]:
     return sorted(names, key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), len(name), name))
 
 
-def merged(run_dir: str | os.PathLike[str], *, refused: Refused = lambda _: None) -> Iterator[Event]:
+def merge_traces(run_dir: str | os.PathLike[str], *, refused: Refused = lambda _: None) -> Iterator[TraceEvent]:
     """Yield one trace: names are numbered and explained by events, and pairs are complete."""
     numbers = {name: number for number, name in enumerate(components(run_dir), start=1)}
     for name, number in numbers.items():
@@ -186,7 +186,7 @@ def merged(run_dir: str | os.PathLike[str], *, refused: Refused = lambda _: None
         yield {**event, "pid": process, "tid": tracks[track]}
 
 
-def write_json(events: Iterable[Event], file: SupportsWrite[bytes]) -> int:
+def write_json(events: Iterable[TraceEvent], file: SupportsWrite[bytes]) -> int:
     """Write events in the viewer's format and return their number. They need not fit into memory."""
     count = 0
     file.write(b'{"displayTimeUnit":"ms","traceEvents":[')
@@ -197,9 +197,9 @@ def write_json(events: Iterable[Event], file: SupportsWrite[bytes]) -> int:
     return count
 
 
-def _complete(events: Iterable[Event]) -> Iterator[Event]:
+def _complete(events: Iterable[TraceEvent]) -> Iterator[TraceEvent]:
     """Drop incomplete pairs, which a killed process or a full disk leaves."""
-    begin: Event | None = None
+    begin: TraceEvent | None = None
     for event in events:
         if event["ph"] == "b":
             begin = event
@@ -212,7 +212,7 @@ def _complete(events: Iterable[Event]) -> Iterator[Event]:
             begin = None
 
 
-def _pair(begin: Event, end: Event) -> Iterator[Event]:
+def _pair(begin: TraceEvent, end: TraceEvent) -> Iterator[TraceEvent]:
     """Yield a pair with an id that no other phase of the process has. A viewer treats equal ids as one object and
     groups equal names."""
     args, ordinal = begin.get("args", {}), begin["id"]
@@ -222,7 +222,7 @@ def _pair(begin: Event, end: Event) -> Iterator[Event]:
         yield {name: value for name, value in event.items() if name != "id"} | unique | more
 
 
-def _metadata(name: str, process: int, thread: int, args: Mapping[str, Any]) -> Event:
+def _metadata(name: str, process: int, thread: int, args: Mapping[str, Any]) -> TraceEvent:
     return {"ph": METADATA, "name": name, "pid": process, "tid": thread, "args": dict(args)}
 
 

@@ -26,7 +26,7 @@ from typing import TypeVar
 import numpy as np
 
 from freewheel.errors import ConfigError
-from freewheel.inspect.metrics import Numbers, RecordedMetrics
+from freewheel.inspect.metrics import FloatArray, RecordedMetrics
 from freewheel.inspect.trace import US, RecordedTrace
 from freewheel.plan.scene import (
     MESSAGE_S,
@@ -37,11 +37,11 @@ from freewheel.plan.scene import (
     Scene,
     Scores,
     Training,
-    Weights,
+    WeightTransfer,
 )
 from freewheel.plan.simulation import simulate
 from freewheel.queue.staleness import Bounds
-from freewheel.rollout.engines import find_engine
+from freewheel.rollout.engine_factories import find_engine
 from freewheel.rollout.rollouter import PUT_LINGER_S
 from freewheel.runtime.bottleneck import HELD_BACK, held_back
 from freewheel.runtime.config import AsyncTrainingConfig, TrainConfig
@@ -174,7 +174,7 @@ def read(run_dir: Path, *, n: int, groups_per_step: int, window: tuple[int, int]
     )
 
 
-def _since_restart(columns: Mapping[str, Numbers], *counters: str) -> dict[str, Numbers]:
+def _since_restart(columns: Mapping[str, FloatArray], *counters: str) -> dict[str, FloatArray]:
     """Return the complete rows since one of the counters last fell: at a resume, or when a component restarted."""
     complete = np.logical_and.reduce([(values >= 0) & (values <= LARGEST) for values in columns.values()])
     found = {name: values[complete] for name, values in columns.items()}
@@ -183,7 +183,7 @@ def _since_restart(columns: Mapping[str, Numbers], *counters: str) -> dict[str, 
     return {name: values[start:] for name, values in found.items()}
 
 
-def _growth(spent_s: Numbers, count: Numbers) -> tuple[float, float]:
+def _growth(spent_s: FloatArray, count: FloatArray) -> tuple[float, float]:
     """Return seconds, and what was counted in them. Leaves out the time before the first row, if most of the run
     remains: engines warm up."""
     if count[0] < count[-1] * MOST_WARMING:
@@ -191,7 +191,7 @@ def _growth(spent_s: Numbers, count: Numbers) -> tuple[float, float]:
     return float(spent_s[-1]), float(count[-1])
 
 
-def _scored_per_s(counted: Mapping[str, Numbers], replicas: int) -> float | None:
+def _scored_per_s(counted: Mapping[str, FloatArray], replicas: int) -> float | None:
     """Return the scores per second that limits let through; None if few responses waited for them."""
     rows = zip(*(counted[name].tolist() for name in JUDGE_NUMBERS), strict=True)
     waited = [
@@ -268,7 +268,7 @@ def scene_of(recorded: RecordedRun, config: TrainConfig, bounds: Bounds, *, gene
             varies=Measured(tuple(took / (per_token_s * tokens) for took, tokens in steps)),
             pack_s=recorded.pack_s,
         ),
-        weights=Weights(transfer_s=max(0.0, recorded.sync_s - recorded.load_s), pause_s=recorded.load_s),
+        weights=WeightTransfer(transfer_s=max(0.0, recorded.sync_s - recorded.load_s), pause_s=recorded.load_s),
         hand_over=HandOver(message_s=recorded.put_s or MESSAGE_S, interval_s=interval_s),
     )
     if recorded.decode_s:
@@ -546,7 +546,7 @@ class TableCluster:
                 per_token_s=FLOPS_PER_PARAMETER * self.shape.parameters / flops,
                 prompt_tokens=work.prompt_tokens / work.n,
             ),
-            weights=Weights(pause_s=replicas * self.shape.weight_bytes / (link * LINK_SHARE)),
+            weights=WeightTransfer(pause_s=replicas * self.shape.weight_bytes / (link * LINK_SHARE)),
             hand_over=HandOver(message_s=MESSAGE_S, interval_s=interval_s),
         )
 

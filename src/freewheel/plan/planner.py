@@ -86,7 +86,7 @@ Split = tuple[int, int]
 """Number of trainers and of generators."""
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class SimulatedSplit(msgspec.Struct, frozen=True, kw_only=True):
     """One simulated split."""
 
     accelerators: int
@@ -124,9 +124,9 @@ class _Job:
         """Number of groups to simulate."""
         return slice_of(self.scene)[0].bounds.total_groups or 0
 
-    def simulate(self) -> Row:
+    def simulate(self) -> SimulatedSplit:
         outcome = simulate_slice(self.scene, seed=self.seed)
-        return Row(
+        return SimulatedSplit(
             accelerators=self.trainers + self.generators,
             trainers=self.trainers,
             generators=self.generators,
@@ -158,7 +158,7 @@ class Planned:
     processes: int | None = None
     """None: as many as there are cores, if that is faster."""
 
-    def splits(self) -> list[Row]:
+    def splits(self) -> list[SimulatedSplit]:
         """Return the simulated splits, ordered by the number of trainers."""
         bounds = self.bounds(self.groups_per_step)
         chosen = candidates_of(self.cluster, self.accelerators, bounds, len(AROUND))
@@ -172,7 +172,7 @@ class Planned:
         rows.append(self._try_remedy(rows.pop(rows.index(best(rows))), bounds))
         return sorted(rows, key=lambda row: row.trainers)
 
-    def scaling(self, last: int, known: Sequence[Row]) -> list[Row]:
+    def scaling(self, last: int, known: Sequence[SimulatedSplit]) -> list[SimulatedSplit]:
         """Return the best split of each number of accelerators: the requested one, whose rows are `known`, doubled up
         to `last`, with groups per step in proportion. Empty if that is only one number."""
         counts = [self.accelerators]
@@ -212,7 +212,7 @@ class Planned:
             seed=self.seed,
         )
 
-    def _simulate(self, jobs: Sequence[_Job]) -> list[Row]:
+    def _simulate(self, jobs: Sequence[_Job]) -> list[SimulatedSplit]:
         wanted = min(self.processes or os.cpu_count() or 1, len(jobs))
         if wanted <= 1 or (self.processes is None and sum(job.lives for job in jobs) < PARALLEL_LIVES):
             return [job.simulate() for job in jobs]
@@ -220,11 +220,11 @@ class Planned:
         with ProcessPoolExecutor(wanted, mp_context=multiprocessing.get_context("spawn")) as pool:
             return list(pool.map(_Job.simulate, largest_first))
 
-    def _try_remedy(self, row: Row, bounds: Bounds) -> Row:
+    def _try_remedy(self, row: SimulatedSplit, bounds: Bounds) -> SimulatedSplit:
         """Simulate the remedy of the verdict, so that its number is not only an estimate."""
         job = self.job(row.trainers, row.generators, bounds)
 
-        def tried(part: Bound, speed: float) -> float:
+        def simulate_remedy(part: Bound, speed: float) -> float:
             scene = job.scene
             if part == "generation":
                 generators = math.ceil(row.replicas * speed) * self.cluster.per_replica
@@ -233,10 +233,10 @@ class Planned:
                 scene = replace(scene, training=scene.training.faster(speed))
             return simulate_slice(scene, seed=self.seed).groups_per_s / row.outcome.groups_per_s
 
-        return msgspec.structs.replace(row, verdict=job.verdict_on(row.outcome, tried))
+        return msgspec.structs.replace(row, verdict=job.verdict_on(row.outcome, simulate_remedy))
 
 
-def best(rows: Sequence[Row]) -> Row:
+def best(rows: Sequence[SimulatedSplit]) -> SimulatedSplit:
     """Return the row with the most samples per second; of equal ones the freshest."""
     return max(rows, key=lambda row: (row.samples_per_s, -row.outcome.lag_mean))
 

@@ -13,7 +13,7 @@ from xml.sax.saxutils import escape
 
 import msgspec
 
-from freewheel.plan.planner import Row, best
+from freewheel.plan.planner import SimulatedSplit, best
 
 BAR = 16
 """Columns of the longest bar."""
@@ -24,7 +24,7 @@ EXPLAINED = {
 }
 
 
-def table(rows: Sequence[Row], *, price: float | None = None) -> str:
+def table(rows: Sequence[SimulatedSplit], *, price: float | None = None) -> str:
     """Return the splits, one line each, with the best one marked."""
     winner = best(rows)
     columns: dict[str, Cell] = {
@@ -42,10 +42,10 @@ def table(rows: Sequence[Row], *, price: float | None = None) -> str:
     }
     if price is not None:
         columns["cost/1M"] = lambda row: _number(row.hours_per_million * price)
-    return _aligned(rows, {**columns, "basis": lambda row: row.basis})
+    return _align(rows, {**columns, "basis": lambda row: row.basis})
 
 
-def scaling_table(rows: Sequence[Row]) -> str:
+def scaling_table(rows: Sequence[SimulatedSplit]) -> str:
     """Return the best split of each number of accelerators, and its share of linear scaling."""
     first = rows[0].samples_per_s / rows[0].accelerators
     columns: dict[str, Cell] = {
@@ -59,10 +59,10 @@ def scaling_table(rows: Sequence[Row]) -> str:
         "basis": lambda row: row.basis,
         "bottleneck": lambda row: row.verdict.partition(":")[0],
     }
-    return _aligned(rows, columns)
+    return _align(rows, columns)
 
 
-def summary(rows: Sequence[Row]) -> str:
+def summary(rows: Sequence[SimulatedSplit]) -> str:
     """Describe the best split."""
     row = best(rows)
     return (
@@ -74,12 +74,12 @@ def summary(rows: Sequence[Row]) -> str:
     )
 
 
-def explained(rows: Sequence[Row]) -> str:
+def explain(rows: Sequence[SimulatedSplit]) -> str:
     """Explain the words in `basis` that occur."""
     return "\n".join(EXPLAINED[basis] for basis in EXPLAINED if any(row.basis == basis for row in rows))
 
 
-def as_json(row: Row, price: float | None = None) -> dict[str, Any]:
+def as_json(row: SimulatedSplit, price: float | None = None) -> dict[str, Any]:
     """Return a row with derived values."""
     plain: dict[str, Any] = msgspec.to_builtins(row)
     derived = {"samples_per_s": row.samples_per_s, "tokens_per_s": row.outcome.tokens_per_s}
@@ -95,11 +95,11 @@ def _seconds(value: float) -> str:
     return f"{value:.1f} s" if value >= 1 else f"{value * 1000:.0f} ms"
 
 
-Cell = Callable[[Row], str]
+Cell = Callable[[SimulatedSplit], str]
 LEFT_ALIGNED = ("", " ", "basis", "bottleneck")
 
 
-def _aligned(rows: Sequence[Row], columns: Mapping[str, Cell]) -> str:
+def _align(rows: Sequence[SimulatedSplit], columns: Mapping[str, Cell]) -> str:
     cells = []
     for head, cell in columns.items():
         column = [head.strip(), *map(cell, rows)]
@@ -126,7 +126,9 @@ MARKS = 4
 """Approximate number of grid lines of an axis."""
 
 
-def _panel(title: str, x_name: str, label: str, rows: Sequence[Row], *, by: str, is_scaling: bool = False) -> list[str]:
+def _panel(
+    title: str, x_name: str, label: str, rows: Sequence[SimulatedSplit], *, by: str, is_scaling: bool = False
+) -> list[str]:
     """Draw samples per second by the attribute `by`. Measured points are filled, others hollow. `is_scaling`: both axes
     are logarithmic, and a line shows linear scaling from the first row."""
     points = [(float(getattr(row, by)), row.samples_per_s) for row in rows]
@@ -185,7 +187,7 @@ def _nice(value: float) -> float:
     return max(one * power for one in (1, 2, 2.5, 5) if one * power <= value * (1 + 1e-9))
 
 
-def draw(splits: Sequence[Row], scaled: Sequence[Row] = (), *, title: str) -> str:
+def draw(splits: Sequence[SimulatedSplit], scaled: Sequence[SimulatedSplit] = (), *, title: str) -> str:
     """Draw the splits. `scaled`: the best split of each number of accelerators; without it there is one panel."""
     winner = best(splits)
     said = f"Of {winner.accelerators:,} accelerators, {winner.trainers:,} that train and {winner.generators:,} that "

@@ -178,7 +178,7 @@ class Training:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weights:
+class WeightTransfer:
     """How a version reaches the engines."""
 
     transfer_s: float = 0.0
@@ -220,7 +220,7 @@ class Scene:
     generation: Generation
     scores: Scores = field(default_factory=Scores)
     training: Training
-    weights: Weights = field(default_factory=Weights)
+    weights: WeightTransfer = field(default_factory=WeightTransfer)
     hand_over: HandOver = field(default_factory=HandOver)
     slowdown: Slowdown = field(default_factory=Slowdown)
     window: tuple[int, int] | None = None

@@ -1,6 +1,6 @@
 """Simulates a run under a virtual clock, with the classes that decide in a real run.
 
-    ask ─▶ policy.room, deal ─▶ admitted ─▶ Engine ─▶ scores ─▶ outbox ─▶ policy.finish ─▶ policy.select ─▶ train
+    ask ─▶ policy.room, deal ─▶ SimulatedEngine ─▶ scores ─▶ outbox ─▶ policy.finish ─▶ policy.select ────▶ train
      ▲                                                                                                        │
      └── room ◀── policy.publish ◀── engines paused, loaded ◀── (drain: policy.settled) ◀── policy.commit ◀── pack
 
@@ -8,8 +8,8 @@ Each arrow is an event: a time, an action, an object. As in a run, the next batc
 waiting version is superseded by the next one, and groups that finish together share a message. Failures, evaluations
 and checkpoints are left out. Equal scenes and seeds give equal outcomes, bit for bit.
 
-`Engine` decodes: slots, steps, and when each response ends. Sequences enter between two steps and have whole lengths,
-so many end at once and one event serves them all.
+`SimulatedEngine` decodes: slots, steps, and when each response ends. Sequences enter between two steps and have whole
+lengths, so many end at once and one event serves them all.
 
     add ─▶ waiting ─ free slots ─▶ running: ends at step now + its length ─▶ finish: all that end at this step
 
@@ -86,7 +86,9 @@ class Simulation:
         self._events: list[Event] = []
         self._order = count()
         self._replicas = [
-            Replica(place, Engine(scene.generation, self._lengths), slots=scene.generation.slots, n=scene.n)
+            SimulatedReplica(
+                place, SimulatedEngine(scene.generation, self._lengths), slots=scene.generation.slots, n=scene.n
+            )
             for place in range(scene.generation.replicas)
         ]
         self._asking: list[TicketRequest] = []
@@ -134,7 +136,7 @@ class Simulation:
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
-    def _ask(self, replica: Replica) -> None:
+    def _ask(self, replica: SimulatedReplica) -> None:
         want = replica.lookahead.want
         replica.resting = not want
         if want:
@@ -175,13 +177,13 @@ class Simulation:
         replica.resting = True
         self._at(self.now + self.scene.hand_over.interval_s, self._rested, replica, replica.rest)
 
-    def _rested(self, replica: Replica) -> None:
+    def _rested(self, replica: SimulatedReplica) -> None:
         if replica.resting:
             self._ask(replica)
 
     # -- generation ---------------------------------------------------------------------------------------------------
 
-    def _enter(self, replica: Replica) -> None:
+    def _enter(self, replica: SimulatedReplica) -> None:
         """Fill free slots. `advance` has been called."""
         was = replica.engine.running
         replica.engine.enter()
@@ -189,14 +191,14 @@ class Simulation:
             self._busy(1)
         self._expect(replica)
 
-    def _expect(self, replica: Replica) -> None:
+    def _expect(self, replica: SimulatedReplica) -> None:
         """Schedule the next end of a response; earlier expectations become void."""
         replica.decode.cancel()
         at = replica.engine.due_at()
         if at < math.inf:
             self._at(at, self._decoded, replica, replica.decode)
 
-    def _decoded(self, replica: Replica) -> None:
+    def _decoded(self, replica: SimulatedReplica) -> None:
         ended = replica.engine.finish(self.now)
         if not replica.engine.running:
             self._busy(-1)
@@ -230,7 +232,7 @@ class Simulation:
         elif len(replica.mail) == 1:
             self._at(self.now + self.scene.hand_over.linger_s, self._post, replica, replica.post)
 
-    def _post(self, replica: Replica) -> None:
+    def _post(self, replica: SimulatedReplica) -> None:
         mail, replica.mail = replica.mail, []
         self._at(self.now + self.scene.hand_over.message_s, self._are_stored, mail)
 
@@ -442,7 +444,7 @@ class Group:
         """The engine's version at its first token."""
 
 
-class Engine:
+class SimulatedEngine:
     """Ends every added response once, after as many steps as it has tokens."""
 
     def __init__(self, model: Generation, lengths: Iterator[int]) -> None:
@@ -548,10 +550,10 @@ class Engine:
 DOING = ("generate", "wait_reward", "wait_room")
 
 
-class Replica:
+class SimulatedReplica:
     """State of a simulated rollouter; `Simulation` decides what happens."""
 
-    def __init__(self, place: int, engine: Engine, *, slots: int, n: int) -> None:
+    def __init__(self, place: int, engine: SimulatedEngine, *, slots: int, n: int) -> None:
         self.place = place
         self.engine = engine
         self.lookahead = Lookahead(capacity=max(1, slots // n), n=n)

@@ -94,7 +94,7 @@ class Committed(msgspec.Struct, frozen=True):
     wall_s: float
 
 
-class Failed(msgspec.Struct, frozen=True):
+class AttemptFailed(msgspec.Struct, frozen=True):
     """An attempt failed. If its group was stored, it is deleted."""
 
     ticket: Ticket
@@ -121,7 +121,7 @@ class Reserved(msgspec.Struct, frozen=True):
     below: int
 
 
-Event = Stored | Took | Committed | Failed | Abandoned | Reserved
+JournalEvent = Stored | Took | Committed | AttemptFailed | Abandoned | Reserved
 
 
 # -- what is read -----------------------------------------------------------------------------------------------------
@@ -374,7 +374,7 @@ class Journal:
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
-    def append(self, events: Sequence[Event]) -> None:
+    def append(self, events: Sequence[JournalEvent]) -> None:
         """Write all of `events` in order, in one transaction. An event that is written again changes nothing."""
         with self._transaction() as db:
             for kind, run in itertools.groupby(events, type):
@@ -385,7 +385,7 @@ class Journal:
                     for event in run:
                         self._apply(event)
 
-    def _apply(self, event: Event) -> None:
+    def _apply(self, event: JournalEvent) -> None:
         match event:
             case Took(step, tickets, missing):
                 known = self._step(step)
@@ -399,7 +399,7 @@ class Journal:
                 assert known is not None, f"step {step} is committed, but nobody took it"
                 if known.version is None or (version > known.version and step > self.base().step):
                     self._write_step("steps", msgspec.structs.replace(known, version=version, wall_s=wall_s))
-            case Failed(ticket, _, _, detail):
+            case AttemptFailed(ticket, _, _, detail):
                 shown = msgspec.structs.replace(event, detail=detail[:DETAIL_CHARS])
                 row = (ticket.sequence, ticket.ordinal, *_seal(ticket.sequence, shown))
                 self._db.execute("INSERT OR IGNORE INTO failures VALUES (?, ?, ?, ?)", row)
@@ -514,13 +514,13 @@ class Journal:
         row = self._row(query, ordinal)
         return None if row is None else self._group(row)
 
-    def failures(self, ordinal: int | None = None) -> Iterator[Failed]:
+    def failures(self, ordinal: int | None = None) -> Iterator[AttemptFailed]:
         """Failures by sequence, of one prompt or of all."""
         which = "" if ordinal is None else f"AND ordinal = {int(ordinal)}"
         query = (
             f"SELECT sequence, crc, body FROM failures WHERE sequence > ? {which} ORDER BY sequence LIMIT {PAGE_ROWS}"
         )
-        return (one for row in self._pages(query, -1) if (one := self._unseal(*row, kind=Failed)) is not None)
+        return (one for row in self._pages(query, -1) if (one := self._unseal(*row, kind=AttemptFailed)) is not None)
 
     def abandoned(self, *, after: int = -1) -> Iterator[Abandoned]:
         """Abandoned prompts with an ordinal above `after`, in order."""
@@ -683,7 +683,7 @@ class _Job:
     """Events to write, or work on the journal, and the future that its caller awaits."""
 
     future: asyncio.Future[Any]
-    events: tuple[Event, ...] = ()
+    events: tuple[JournalEvent, ...] = ()
     on_durable: Callable[[], None] | None = None
     work: Callable[[Journal], Any] | None = None
     makes_room: bool = False
@@ -714,7 +714,7 @@ class JournalWriter:
 
     # -- the loop's side ----------------------------------------------------------------------------------------------
 
-    def write(self, *events: Event, on_durable: Callable[[], None] | None = None) -> asyncio.Future[None]:
+    def write(self, *events: JournalEvent, on_durable: Callable[[], None] | None = None) -> asyncio.Future[None]:
         """Write events, and call `on_durable` on the loop when all are durable.
 
         The future is resolved after that call, or raises its error or the error of the write. It need not be awaited.

@@ -30,12 +30,12 @@ from freewheel.data.group import EncodedGroup, EncodedGroups, Ticket
 from freewheel.queue.client import Admission, Taken
 from freewheel.queue.journal import (
     Abandoned,
+    AttemptFailed,
     Committed,
-    Event,
-    Failed,
     Journal,
     JournalClosed,
     JournalDamaged,
+    JournalEvent,
     JournalWriter,
     Reserved,
     Stored,
@@ -256,7 +256,7 @@ class MessageQueue:
         if ticket.sequence not in self._owners:
             return
         self._release(ticket.sequence, failure.reason)
-        self._write(Failed(ticket, failure.kind, failure.reason, failure.detail, time.time()))
+        self._write(AttemptFailed(ticket, failure.kind, failure.reason, failure.detail, time.time()))
         if self._retry_delay_s and failure.kind is Kind.INFRA and failure.reason != "lost":
             delay_s = min(self._retry_delay_s * 2**ticket.attempt, LONGEST_RETRY_DELAY_S)
             loop = asyncio.get_running_loop()
@@ -367,7 +367,7 @@ class MessageQueue:
     def _is_whole(self, step: int) -> bool:
         return step in self._steps and not self._steps[step].missing
 
-    def _write_step(self, step: int, events: Iterable[Event] = ()) -> None:
+    def _write_step(self, step: int, events: Iterable[JournalEvent] = ()) -> None:
         """`events` are written in the same transaction; they say what happened to groups that left the step."""
         one = self._steps[step]
         took = Took(step, tuple(self._tickets[sequence] for sequence in one.sequences), one.missing)
@@ -553,7 +553,7 @@ class MessageQueue:
             "last_commit_s": self._last_commit_s,
         }
 
-    def _write(self, *events: Event, on_durable: Callable[[], None] | None = None) -> Written | None:
+    def _write(self, *events: JournalEvent, on_durable: Callable[[], None] | None = None) -> Written | None:
         """Write `events`, then call `on_durable`. None: there is no journal, and everything is done already."""
         if self._journal is not None:
             return self._journal.write(*events, on_durable=on_durable)
@@ -564,12 +564,12 @@ class MessageQueue:
     def _write_abandoned(self, ticket: Ticket, reason: str) -> None:
         self._write(Abandoned(ticket.ordinal, ticket.attempt, reason, time.time()))
 
-    def _retry(self, ticket: Ticket, reason: str) -> Event:
+    def _retry(self, ticket: Ticket, reason: str) -> JournalEvent:
         """Issue the prompt again without charging its budget: the attempt was stale or lost, which is not the prompt's
         fault. Returns the event for the journal."""
         self._release(ticket.sequence, reason)
         self.ledger.retry(ticket.ordinal, reason)
-        return Failed(ticket, None, reason, "", time.time())
+        return AttemptFailed(ticket, None, reason, "", time.time())
 
     def _release(self, sequence: int, reason: str) -> None:
         """Free the slot of a group that will not be trained."""

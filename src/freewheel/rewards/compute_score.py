@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from freewheel.errors import ConfigError
 from freewheel.judge import Handle, Judge
 from freewheel.judge.config import Secret
-from freewheel.judge.verdict import EngineDied, Failed, JudgeClosed, Verdict
+from freewheel.judge.verdict import Failed, JudgeClosed, JudgeDied, Verdict
 from freewheel.rewards.config import CACHE_VARIABLE, KEY_VARIABLE, LengthPenaltyConfig, as_config, env_flag
 from freewheel.rewards.openai_manager import wait_for
 from freewheel.rewards.rules import rule_score
@@ -65,7 +65,7 @@ def compute_score(*args: Any, **kwargs: Any) -> Any:
     if not call.is_judged:
         return _one_or_all(call, [rule_value(rule) for rule in call.rules])
     handle, config = _submit(call)
-    return _judged(call, wait_for(handle), config)
+    return _combine_verdicts(call, wait_for(handle), config)
 
 
 async def compute_score_async(*args: Any, **kwargs: Any) -> Any:
@@ -75,7 +75,7 @@ async def compute_score_async(*args: Any, **kwargs: Any) -> Any:
         return _one_or_all(call, [rule_value(rule) for rule in call.rules])
     handle, config = _submit(call)
     try:
-        return _judged(call, await handle, config)
+        return _combine_verdicts(call, await handle, config)
     finally:
         handle.cancel()
 
@@ -142,7 +142,7 @@ def _one_or_all(call: _Call, rows: list[Any]) -> Any:
     return rows if call.is_batch else rows[0]
 
 
-def _judged(call: _Call, verdicts: Sequence[Verdict], config: LengthPenaltyConfig) -> Any:
+def _combine_verdicts(call: _Call, verdicts: Sequence[Verdict], config: LengthPenaltyConfig) -> Any:
     rewards = combine(call.samples, call.rules, verdicts, config)
     scores: list[Any] = rewards.reward.tolist()
     if not call.is_verl:
@@ -184,7 +184,7 @@ def _submit(call: _Call) -> tuple[Handle, LengthPenaltyConfig]:
     requests = judge_requests(call.samples, call.rules, config)
     try:
         return judge.submit(requests), config
-    except (EngineDied, JudgeClosed):  # this judge has ended for good: take a new one
+    except (JudgeDied, JudgeClosed):  # this judge has ended for good: take a new one
         with _lock:
             for identity in [identity for identity, (known, _) in _judges.items() if known is judge]:
                 del _judges[identity]

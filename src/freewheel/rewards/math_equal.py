@@ -33,6 +33,7 @@ import threading
 from multiprocessing.connection import Connection
 
 from freewheel.judge.verdict import JudgeError
+from freewheel.utils.processes import start_child
 
 log = logging.getLogger("freewheel.rewards")
 
@@ -173,13 +174,10 @@ class _Child:
         self.pipe, theirs = multiprocessing.Pipe()
         self._ready = False
         try:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _CHILD, str(theirs.fileno()), str(TIMEOUT_S)],
-                stdin=subprocess.DEVNULL,
+            self.process = start_child(
+                *("-c", _CHILD, str(theirs.fileno()), str(TIMEOUT_S)),
                 stdout=2,  # an imported module may print, and this process may use stdout for data
                 pass_fds=(theirs.fileno(),),
-                # The child looks for modules where this process does.
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(entry or "." for entry in sys.path)},
                 start_new_session=True,  # so that Ctrl-C reaches only the parent, which may finish its batch
             )
         except BaseException:

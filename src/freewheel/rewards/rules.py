@@ -107,7 +107,7 @@ def tool_call(*names: str) -> Rule:
 
     def rule(response: str, ground_truth: object, extra_info: Mapping[str, Any]) -> Scored:
         pieces = _TOOL_TAG.split(response)
-        marks, called = pieces[1::2], [_called(body) for body in pieces[2::4]]
+        marks, called = pieces[1::2], [_find_call(body) for body in pieces[2::4]]
         if not marks or marks != ["<tool_call>", "</tool_call>"] * len(called) or None in called:
             return NO_ANSWER
         return Scored(float(known.issuperset(called)))
@@ -118,7 +118,7 @@ def tool_call(*names: str) -> Rule:
 _TOOL_TAG = re.compile("(</?tool_call>)")
 
 
-def _called(body: str) -> str | None:
+def _find_call(body: str) -> str | None:
     """Return the tool's name, or None if the call is not well-formed."""
     try:
         call = json.loads(body)

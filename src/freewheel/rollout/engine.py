@@ -3,7 +3,7 @@
     generate(request) ──▶ (2, Response), (0, Response), …      each sample once, when it has ended
     update_weights(v, …)   takes effect between two tokens; requests in flight are kept
 
-    caller ◀── RequestTracker.serve ◀── InFlightRequest.put ◀── the engine: a response, or the error that ends it
+    caller ◀── GenerationTracker.serve ◀── InFlightGeneration.put ◀── the engine: a response, or an error
 
 docs/engines.md compares the engines that ship with freewheel and shows how to add one.
 """
@@ -137,21 +137,21 @@ async def generate_all(engine: Engine, request: GenerationRequest) -> list[Respo
 WATCH_S = 0.5
 """How often requests are checked for an engine that hangs. Well below any useful timeout."""
 
-Event = tuple[int, Response] | EngineError
+GenerationEvent = tuple[int, Response] | EngineError
 """An ended sample (its index and response), or the end of the whole request."""
 
 
 @dataclass(eq=False, slots=True)
-class InFlightRequest:
+class InFlightGeneration:
     """A request whose caller waits for responses. Belongs to the event loop."""
 
     request: GenerationRequest
     missing: int
     """Responses that the caller has not received."""
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
-    _inbox: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
+    _inbox: asyncio.Queue[GenerationEvent] = field(default_factory=asyncio.Queue)
 
-    def put(self, event: Event) -> None:
+    def put(self, event: GenerationEvent) -> None:
         self._inbox.put_nowait(event)
 
     async def get(self) -> tuple[int, Response]:
@@ -164,7 +164,7 @@ class InFlightRequest:
 
 
 @dataclass(eq=False, kw_only=True)
-class RequestTracker:
+class GenerationTracker:
     """The requests in flight of one engine, by id: it checks, serves and watches them. For one event loop."""
 
     slots: int
@@ -173,24 +173,24 @@ class RequestTracker:
     vocabulary: int
     idle_s: Callable[[], float]
     """Returns how long the engine has made no token although it should."""
-    _requests: dict[str, InFlightRequest] = field(default_factory=dict, init=False)
+    _requests: dict[str, InFlightGeneration] = field(default_factory=dict, init=False)
     _timer: asyncio.TimerHandle | None = field(default=None, init=False)
 
-    def __iter__(self) -> Iterator[InFlightRequest]:
+    def __iter__(self) -> Iterator[InFlightGeneration]:
         return iter(list(self._requests.values()))
 
     async def serve(
         self,
         request: GenerationRequest,
-        start: Callable[[InFlightRequest], None],
-        stop: Callable[[InFlightRequest], None],
+        start: Callable[[InFlightGeneration], None],
+        stop: Callable[[InFlightGeneration], None],
     ) -> AsyncIterator[tuple[int, Response]]:
         """Check a request, and yield its responses as the engine puts them.
 
         `start` hands it to the engine. `stop` is called at its end, after the last response or before (`missing`).
         """
         self._check(request)
-        entry = self._requests[request.id] = InFlightRequest(request, missing=len(request.samples))
+        entry = self._requests[request.id] = InFlightGeneration(request, missing=len(request.samples))
         try:
             start(entry)
             if self._timer is None:

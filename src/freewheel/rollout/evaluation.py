@@ -115,10 +115,10 @@ class EvalResult:
         )
 
 
-Score = Callable[[Prompt, Response], Awaitable[Verdict]]
+ScoreResponse = Callable[[Prompt, Response], Awaitable[Verdict]]
 
 
-def held_out_score(runner: FunctionRunner, decode: Callable[[Array], str]) -> Score:
+def held_out_score(runner: FunctionRunner, decode: Callable[[Array], str]) -> ScoreResponse:
     """Score with the reward function alone. The judge and the length penalty would change the measurement.
 
     A call that hangs costs only its own score.
@@ -136,7 +136,7 @@ def held_out_score(runner: FunctionRunner, decode: Callable[[Array], str]) -> Sc
 async def evaluate(
     engine: Engine,
     prompts: Sequence[Prompt],
-    score: Score,
+    score: ScoreResponse,
     sampling: Sampling,
     *,
     timeout_s: float,

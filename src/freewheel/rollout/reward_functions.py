@@ -27,7 +27,7 @@ import msgspec
 
 from freewheel.data.group import Finish, Prompt, Response
 from freewheel.data.tasks import Task
-from freewheel.errors import ConfigError, shown
+from freewheel.errors import ConfigError, format_value
 from freewheel.judge.verdict import Failed, Reason, Scored, Skipped, Verdict
 from freewheel.rewards.compute_score import compute_score, compute_score_async, monitors
 from freewheel.rewards.scoring import as_scored
@@ -235,7 +235,9 @@ class RewardFunction:
         if not self.is_batch:
             return [as_verdict(found)]
         if found is None or isinstance(found, str | Mapping) or not hasattr(found, "__len__"):
-            return [failed("result", f"a batch function must return a list, and returned {shown(found)}")] * count
+            return [
+                failed("result", f"a batch function must return a list, and returned {format_value(found)}")
+            ] * count
         if len(found) != count:
             return [failed("result", f"the function returned {len(found)} results for {count} responses")] * count
         return [as_verdict(one) for one in found]

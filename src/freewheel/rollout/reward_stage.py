@@ -29,7 +29,7 @@ from freewheel.errors import ConfigError
 from freewheel.judge.judge import Judge
 from freewheel.judge.request import JudgeRequest
 from freewheel.judge.tracker import Handle
-from freewheel.judge.verdict import EngineDied, Failed, JudgeClosed, Reason, Scored, Skipped, Verdict
+from freewheel.judge.verdict import Failed, JudgeClosed, JudgeDied, Reason, Scored, Skipped, Verdict
 from freewheel.observe import trace
 from freewheel.rewards import math_equal, shutdown_judges
 from freewheel.rewards.config import OnFailure, as_config
@@ -357,7 +357,7 @@ class _Judging:
             return Skipped(request.skip)
         try:
             handle = self._submit(request)
-        except (EngineDied, JudgeClosed) as error:
+        except (JudgeDied, JudgeClosed) as error:
             return from_judge(Failed(Reason.ENGINE.value, 0, str(error)))
         try:
             (verdict,) = await handle
@@ -369,7 +369,7 @@ class _Judging:
         assert self._judge is not None
         try:
             return self._judge.submit([request], deadline_s=self._deadline_s)
-        except (EngineDied, JudgeClosed) as error:
+        except (JudgeDied, JudgeClosed) as error:
             # The judge's process kept dying. Another judge may work better for later responses.
             log.error("The judge broke down, and another one is started: %s", error)
             self._judge.close(timeout_s=0.0)  # its process has ended already

@@ -33,7 +33,7 @@ from typing import Any, Literal, Self
 from freewheel.errors import ConfigError
 from freewheel.judge.verdict import Verdict
 from freewheel.rollout.reward_functions import Call, RewardFunction, failed
-from freewheel.utils.processes import end_with
+from freewheel.utils.processes import end_with, start_child
 
 log = logging.getLogger("freewheel.rollout")
 
@@ -241,14 +241,9 @@ class _Child:
         self._socket, theirs = socket.socketpair()
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         with theirs:
-            # The child looks for modules where this process does; `-P` keeps its working folder out of that.
-            path = os.pathsep.join(entry or "." for entry in sys.path)
             arguments = [str(theirs.fileno()), str(os.getpid())]
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "freewheel.rollout.reward_workers", *arguments],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": path},
+            self._process = start_child(
+                "-m", "freewheel.rollout.reward_workers", *arguments, pass_fds=[theirs.fileno()]
             )
 
     async def start(self) -> None:

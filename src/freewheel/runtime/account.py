@@ -23,9 +23,9 @@ from freewheel.observe.run_folder import JOURNAL, TEXT_LOG
 from freewheel.observe.snapshot import Pulse, RunSnapshot
 from freewheel.observe.spans import ELAPSED, shares
 from freewheel.rewards.config import as_config
-from freewheel.runtime.bottleneck import Bound, Setting, Verdict, Waits, Watching, stopped, waited
+from freewheel.runtime.bottleneck import Bound, Setting, Verdict, WaitTimes, Watching, find_stop, read_waits
 from freewheel.runtime.config import TrainConfig
-from freewheel.runtime.recovery import AbandonedPrompts, Progress
+from freewheel.runtime.recovery import AbandonedPrompts, StallDetector
 
 _EVENTS_KEPT = 20
 """Events kept for the view; the log has all."""
@@ -95,8 +95,8 @@ class RunAccount:
         self.step = 0
         self.statistics: dict[str, dict[str, Any]] = {}
         """The last statistics by component: trainer, rollouter (all replicas together), queue, sync."""
-        self.progress = Progress(clock())
-        self.waits: Waits = {}
+        self.progress = StallDetector(clock())
+        self.waits: WaitTimes = {}
         """Shares of the whole run by component and span, without replayed steps."""
         self._config = config
         self._run_dir = run_dir
@@ -145,7 +145,7 @@ class RunAccount:
 
     def started(self) -> None:
         now = self._started = self._clock()
-        self.progress = Progress(now)
+        self.progress = StallDetector(now)
         self.say(f"Started in {now - self._began:.1f} s")
 
     def note(self, text: str, **values: Any) -> None:
@@ -262,7 +262,7 @@ class RunAccount:
     def _halted(self) -> Verdict | None:
         """What blocks the whole run: a full disk, or a judge that does not answer."""
         judge = self.statistics.get("rollouter", {}).get("rewards", {}).get("judge") or {}
-        return stopped(paused=self._last_queue.get("paused", ""), endpoints=judge.get(_ENDPOINTS) or ())
+        return find_stop(paused=self._last_queue.get("paused", ""), endpoints=judge.get(_ENDPOINTS) or ())
 
     def _report_halt(self) -> None:
         """Report a block once, and its end once."""
@@ -358,7 +358,7 @@ class RunAccount:
 
     def _describe_waits(self) -> str:
         """Waiting as the verdict measures it. An engine is idle while it computes nothing, whatever its groups do."""
-        training, generation = waited(self.waits)
+        training, generation = read_waits(self.waits)
         replicas = self.statistics.get("rollouter", {})
         elapsed_s = replicas.get("spans", {}).get(ELAPSED, 0.0)
         busy = min(1.0, replicas.get("engine_busy_s", 0.0) / elapsed_s) if elapsed_s else 1.0

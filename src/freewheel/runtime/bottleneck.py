@@ -73,14 +73,14 @@ def without(busy: Mapping[str, float], part: str = "") -> Lift:
     return Lift(max(1.0, 1.0 / share), then)
 
 
-def lessened(share: float, by: float, bound: Lift) -> Lift:
+def estimate_lift(share: float, by: float, bound: Lift) -> Lift:
     """The gain of removing the fraction `by` of something that takes `share` of the time of all parts, at most
     `bound`."""
     factor = 1.0 / max(1.0 - share * by, LEAST_SHARE)
     return bound if factor >= bound.factor or not math.isfinite(bound.factor) else Lift(factor, "")
 
 
-Waits = Mapping[str, Mapping[str, float]]
+WaitTimes = Mapping[str, Mapping[str, float]]
 """Share of the time by component and span."""
 Bound = Literal[
     "generation", "judge", "reward", "training", "sync", "save", "balanced", "unmeasured", "paused", "failing"
@@ -160,7 +160,7 @@ class Verdict:
 NOTHING_KNOWN = Verdict(bound="unmeasured", sentence=UNMEASURED)
 
 
-def stopped(*, paused: str, endpoints: Collection[Mapping[str, Any]]) -> Verdict | None:
+def find_stop(*, paused: str, endpoints: Collection[Mapping[str, Any]]) -> Verdict | None:
     """Return why the whole run is blocked; None if it is not. `paused`: the queue's reason; `endpoints`: the judge's,
     as `EndpointStats` has them."""
     if paused:
@@ -172,17 +172,19 @@ def stopped(*, paused: str, endpoints: Collection[Mapping[str, Any]]) -> Verdict
     return None
 
 
-def failing(failed: Mapping[str, int], settled: float) -> Verdict | None:
-    """Return the verdict on a run in which nearly no response gets a score. `failed`: by kind; `settled`: all ended."""
+def failing(failed: Mapping[str, int], ended: float) -> Verdict | None:
+    """Return the verdict on a run in which nearly no response gets a score. `failed`: by kind; `ended`: all ended."""
     count = sum(failed.values())
-    if not count or count < _FAILING * settled:
+    if not count or count < _FAILING * ended:
         return None
     kinds = ", ".join(f"{kind} {some:,}" for kind, some in failed.items())
-    sentence = f"rewards failed: {count:,} of {settled:,.0f} responses got no score ({kinds}); fix that first"
-    return Verdict(bound="failing", share=count / settled, sentence=sentence)
+    sentence = f"rewards failed: {count:,} of {ended:,.0f} responses got no score ({kinds}); fix that first"
+    return Verdict(bound="failing", share=count / ended, sentence=sentence)
 
 
-def verdict(waits: Waits, setting: Setting, scoring: Scoring | None = None, *, tried: Tried | None = None) -> Verdict:
+def verdict(
+    waits: WaitTimes, setting: Setting, scoring: Scoring | None = None, *, tried: Tried | None = None
+) -> Verdict:
     """Return the verdict on shares over an interval. Shares of several rollouters (`rollouter-0`, …) are averaged.
     `tried` simulates a faster side; without it, the gain is the most that the waiting allows."""
     scoring = scoring or Scoring()
@@ -192,7 +194,7 @@ def verdict(waits: Waits, setting: Setting, scoring: Scoring | None = None, *, t
         return NOTHING_KNOWN
     charges = _charges(trainer, rollouter, scoring)
     bound, share = max(charges.items(), key=lambda item: item[1])
-    if max(share, *waited(waits)) < _WAITING:
+    if max(share, *read_waits(waits)) < _WAITING:
         if not trainer.get("train"):  # the run has just started
             return NOTHING_KNOWN
         sentence = (
@@ -236,7 +238,7 @@ def _charges(trainer: Mapping[str, float], rollouter: Mapping[str, float], scori
     }
 
 
-def waited(waits: Waits) -> tuple[float, float]:
+def read_waits(waits: WaitTimes) -> tuple[float, float]:
     """Return the shares of the time that the trainer waits for batches and the rollouters wait for room."""
     return waits.get("trainer", {}).get("wait_batch", 0.0), _rollouter(waits).get("wait_room", 0.0)
 
@@ -252,7 +254,7 @@ def _busy(trainer: Mapping[str, float], rollouter: Mapping[str, float]) -> dict[
 
 def _overhead(bound: Bound, share: float, bounded_by: Lift, setting: Setting) -> tuple[str, str, Lift]:
     """Return why syncs or checkpoints are charged, the remedy and its gain."""
-    lift = lessened(share, _HALF, bounded_by)
+    lift = estimate_lift(share, _HALF, bounded_by)
     if bound == "sync":
         why = "of the time goes into bringing weights to the engines"
         remedy = f"async_training.sync_every_steps = {2 * setting.sync_every_steps}"
@@ -278,10 +280,10 @@ def _work(
         lacks_room |= not scores and busy["generation"] < _FULL
     if setting.in_turns:
         return why, *_overlapping(without(busy), setting)
-    at_once = lessened(share, _ALL, without(busy))
+    at_once = estimate_lift(share, _ALL, without(busy))
     if lacks_room:
         return why, *_overlapping(at_once, setting)
-    lift = lessened(share, _ALL, without(busy, bound))
+    lift = estimate_lift(share, _ALL, without(busy, bound))
     if not math.isfinite(lift.factor):
         return why, "", lift
     if scores:
@@ -351,7 +353,7 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.0f} ms"
 
 
-def _rollouter(waits: Waits) -> dict[str, float]:
+def _rollouter(waits: WaitTimes) -> dict[str, float]:
     """Return the average shares of all rollouters."""
     found = [shares for name, shares in waits.items() if name.partition("-")[0] == "rollouter"]
     names = dict.fromkeys(name for shares in found for name in shares)
@@ -403,7 +405,7 @@ class Watching:
         look = _Look(
             at=now,
             spans=self._spans,
-            scored=_judge(self._rewards).get("sent", 0) if self._is_judge else settled(self._rewards),
+            scored=_judge(self._rewards).get("sent", 0) if self._is_judge else count_ended(self._rewards),
             held_back=held_back(self._rewards, is_judge=self._is_judge),
             in_use=in_use(self._rewards),
             slots_in_use=slots_in_use(components.values()),
@@ -424,16 +426,16 @@ class Watching:
             self._past.clear()
 
     @property
-    def waits(self) -> Waits:
+    def waits(self) -> WaitTimes:
         """Shares of the recent past, by component and span."""
         return self._since(self._past[0].spans) if len(self._past) > 1 else self.whole
 
     @property
-    def whole(self) -> Waits:
+    def whole(self) -> WaitTimes:
         """Shares of the whole run, without replayed steps."""
         return self._since(self._replayed)
 
-    def _since(self, before: Mapping[str, Mapping[str, float]]) -> Waits:
+    def _since(self, before: Mapping[str, Mapping[str, float]]) -> WaitTimes:
         found = {name: shares(before.get(name, {}), spans) for name, spans in self._spans.items()}
         return {name: one for name, one in found.items() if one}
 
@@ -441,9 +443,9 @@ class Watching:
         """Return the verdict on the recent past."""
         return self.verdict_on(self.waits)
 
-    def verdict_on(self, waits: Waits) -> Verdict:
+    def verdict_on(self, waits: WaitTimes) -> Verdict:
         """Return the verdict on other shares of the same run, such as `whole`."""
-        failed = failing(self._rewards.get("failed") or {}, settled(self._rewards))
+        failed = failing(self._rewards.get("failed") or {}, count_ended(self._rewards))
         if failed is not None:
             return failed
         replicas = sum(name.partition("-")[0] == "rollouter" for name in waits)
@@ -468,7 +470,7 @@ class Watching:
         return more / elapsed_s if more > 0 and elapsed_s > 0 else None
 
 
-def settled(rewards: Mapping[str, Any]) -> float:
+def count_ended(rewards: Mapping[str, Any]) -> float:
     """Return how many responses have ended, scored or not."""
     return float(sum(rewards.get(name, 0) for name in _SETTLED) + sum((rewards.get("failed") or {}).values()))
 
@@ -477,7 +479,7 @@ def held_back(rewards: Mapping[str, Any], *, is_judge: bool) -> bool | None:
     """Whether responses wait for a permit, or requests for the judge's limit; None if unknown."""
     if rewards.get("waiting"):
         return True
-    in_flight, limit = _limited(rewards)
+    in_flight, limit = _sum_limits(rewards)
     if limit:
         return bool(_judge(rewards).get("queued")) or in_flight >= _IN_USE * limit
     return None if is_judge or "waiting" not in rewards else False
@@ -485,7 +487,7 @@ def held_back(rewards: Mapping[str, Any], *, is_judge: bool) -> bool | None:
 
 def in_use(rewards: Mapping[str, Any]) -> float | None:
     """Return the used share of the judge's limit. None before the judge first throttled: until then the limit grows."""
-    in_flight, limit = _limited(rewards)
+    in_flight, limit = _sum_limits(rewards)
     return in_flight / limit if limit and _judge(rewards).get("throttled") else None
 
 
@@ -494,7 +496,7 @@ def _judge(rewards: Mapping[str, Any]) -> Mapping[str, Any]:
     return found
 
 
-def _limited(rewards: Mapping[str, Any]) -> tuple[int, int]:
+def _sum_limits(rewards: Mapping[str, Any]) -> tuple[int, int]:
     """Return the requests in flight and their limit."""
     endpoints: Sequence[Mapping[str, Any]] = _judge(rewards).get("endpoints") or ()
     return sum(one.get("in_flight", 0) for one in endpoints), sum(one.get("limit", 0) for one in endpoints)

@@ -45,7 +45,7 @@ from freewheel.queue.journal import (
 )
 from freewheel.queue.message_queue import MessageQueue
 from freewheel.queue.restore import Restored, restore
-from freewheel.rollout.engines import EngineSettings, LoadedEngine, find_engine, load_causal_lm, loading_errors
+from freewheel.rollout.engine_factories import EngineSettings, LoadedEngine, find_engine, load_causal_lm, loading_errors
 from freewheel.runtime.config import DEFAULT, OWN_ROWS, ROLLOUTER_CLASSES, TRAINER_CLASSES, ObserveConfig, TrainConfig
 from freewheel.runtime.model_size import model_folder
 from freewheel.utils.registry import Registry, find_object
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from freewheel.rollout.generation import Sampling
     from freewheel.rollout.reward_stage import RewardStage
     from freewheel.rollout.rollouter import Rollouter
-    from freewheel.runtime.plan import Plan
+    from freewheel.runtime.run_plan import RunPlan
     from freewheel.runtime.training_ranks import Ranks
     from freewheel.sync.synchronizer import ParameterSynchronizer, Replica
     from freewheel.trainer.backend import Backend, Evaluate, Publisher
@@ -149,13 +149,13 @@ def pad_token_id(tokenizer: Any) -> int:
     return 0
 
 
-def load_engine(config: TrainConfig, plan: Plan, **given: Any) -> LoadedEngine:
+def load_engine(config: TrainConfig, plan: RunPlan, **given: Any) -> LoadedEngine:
     """Load the engine with its model. `given`: see `engine_settings`."""
     return find_engine(config.rollout.engine).load(engine_settings(config, plan, **given))
 
 
 def engine_settings(
-    config: TrainConfig, plan: Plan, *, model_path: str, longest_tokens: int, version: int = 0, replica: int = 0
+    config: TrainConfig, plan: RunPlan, *, model_path: str, longest_tokens: int, version: int = 0, replica: int = 0
 ) -> EngineSettings:
     """`longest_tokens`: of the longest prompt. `version`: of the weights at `model_path`."""
     return EngineSettings(
@@ -185,7 +185,7 @@ class RolloutSide:
     prompts: PromptStream
 
     def __init__(
-        self, *, config: TrainConfig, plan: Plan, name: str, model_path: str, version: int = 0, trains: bool = True
+        self, *, config: TrainConfig, plan: RunPlan, name: str, model_path: str, version: int = 0, trains: bool = True
     ) -> None:
         """`version`: of the weights at `model_path`. `trains`: False for an evaluation alone, without training rows."""
         from freewheel.rollout.reward_functions import load_reward
@@ -298,7 +298,7 @@ def evaluation_metrics(results: Sequence[EvalResult | None]) -> dict[str, float]
     }
 
 
-def backend_settings(config: TrainConfig, plan: Plan) -> dict[str, Any]:
+def backend_settings(config: TrainConfig, plan: RunPlan) -> dict[str, Any]:
     """Return the backend settings of all training processes, without their device."""
     return {
         "algorithm": config.algorithm,
@@ -317,7 +317,7 @@ class TrainSide:
     """What the trainer's process holds."""
 
     def __init__(
-        self, *, config: TrainConfig, plan: Plan, run_dir: str, resume: str | None, ranks: Ranks | None = None
+        self, *, config: TrainConfig, plan: RunPlan, run_dir: str, resume: str | None, ranks: Ranks | None = None
     ) -> None:
         """`ranks`: the other training processes, if there are any."""
         from freewheel.trainer.checkpoint import CheckpointStore, Resumed, RunSaver
@@ -428,7 +428,7 @@ def _check_arguments(
 
 # -- prompts ----------------------------------------------------------------------------------------------------------
 
-Split = Literal["train", "eval"]
+RowsKey = Literal["train", "eval"]
 """The key of `data` that names the rows."""
 
 
@@ -442,7 +442,7 @@ def is_measured(config: TrainConfig) -> bool:
     return config.eval.prompts > 0 and (config.data.eval is not None or config.data.train is None)
 
 
-def read_rows(config: TrainConfig, task: Task, use: Split) -> Sequence[Any]:
+def read_rows(config: TrainConfig, task: Task, use: RowsKey) -> Sequence[Any]:
     """Read the rows of `data.train` or `data.eval`. Raises a `ConfigError` for rows that cannot be read or scored."""
     data, key = config.data, f"data.{use}"
     path, split = (data.train, data.train_split) if use == "train" else (data.eval, data.eval_split)
@@ -498,7 +498,7 @@ class Prompts:
         count = min(self._config.eval.prompts, len(rows))
         return self._render([rows[place * len(rows) // count] for place in range(count)], "eval")
 
-    def _render(self, rows: Sequence[Any], use: Split) -> list[Prompt]:
+    def _render(self, rows: Sequence[Any], use: RowsKey) -> list[Prompt]:
         data = self._config.data
         rendering = Rendering(system_prompt=data.system_prompt, chat_template=data.chat_template)
         try:

@@ -29,7 +29,7 @@ from freewheel.errors import ConfigError
 from freewheel.utils.processes import within
 
 if TYPE_CHECKING:
-    from freewheel.runtime.plan import Plan
+    from freewheel.runtime.run_plan import RunPlan
 
 ADDRESS_KEY = "ray.address"
 START_COMMAND = "ray start --head --port=6379"
@@ -205,7 +205,7 @@ class Pool:
     """Each on a different machine."""
 
 
-def pools(plan: Plan) -> dict[Role, Pool]:
+def pools(plan: RunPlan) -> dict[Role, Pool]:
     """Return the reservations. Empty if only the CPUs of one machine are used."""
     t, r = plan.config.trainer, plan.config.rollout
     if not plan.gpus_trainer and not plan.gpus_per_replica and t.nnodes == r.nnodes == 1:
@@ -237,7 +237,7 @@ def _bundles(machines: int, count: int, threads: int, gpus: float) -> tuple[Bund
 class Pools:
     """The reservations of one run."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: RunPlan) -> None:
         self._pools = pools(plan)
         self._room_s = plan.config.ray.room_s
         self._counts = {"trainer": plan.world_size, "rollout": plan.replicas}

@@ -6,7 +6,7 @@
 The only place of a default. `docs/configuration.md` is generated from the docstrings of the keys. A setting
 that cannot work is a `ConfigError` with the key, the value and the remedy. A key that another key makes useless is
 refused if the user must have set it on purpose. What depends on the machine is checked by the plan
-(`freewheel.runtime.plan`). Imports neither torch nor ray.
+(`freewheel.runtime.run_plan`). Imports neither torch nor ray.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from msgspec import Meta
 
 from freewheel.errors import ConfigError
 from freewheel.queue.staleness import Bounds
-from freewheel.rollout.engines import ENGINES, find_engine
+from freewheel.rollout.engine_factories import ENGINES, find_engine
 from freewheel.trainer.options import AlgorithmConfig, LoraConfig, OptimizerConfig
 from freewheel.utils.checks import Count, CountOrZero, NotNegative, Positive, Text, check_fields, check_integer
 from freewheel.utils.registry import Registry

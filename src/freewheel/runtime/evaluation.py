@@ -16,14 +16,14 @@ from typing import Any
 from freewheel.errors import ConfigError
 from freewheel.observe.run_folder import BEST, CONFIG
 from freewheel.rollout.engine import EngineError
-from freewheel.rollout.engines import VLLM_KEYS, PromptsTooLong
+from freewheel.rollout.engine_factories import VLLM_KEYS, PromptsTooLong
 from freewheel.rollout.evaluation import EvalResult
 from freewheel.runtime.building import RolloutSide
 from freewheel.runtime.config import EMBEDDED, RolloutConfig, TrainConfig
 from freewheel.runtime.config_files import compose
 from freewheel.runtime.model_size import model_folder
 from freewheel.runtime.placement import MOST_SLOTS, Machine
-from freewheel.runtime.plan import resolve
+from freewheel.runtime.run_plan import resolve
 from freewheel.runtime.start import load_run
 from freewheel.trainer.checkpoint import HF_CONFIG, CheckpointStore
 

@@ -44,7 +44,7 @@ from freewheel.runtime.supervisor import Poller, Supervisor, newest_checkpoint
 from freewheel.trainer.checkpoint import Resumed, RunLock, RunLocked
 
 if TYPE_CHECKING:
-    from freewheel.runtime.plan import Plan
+    from freewheel.runtime.run_plan import RunPlan
 
 log = logging.getLogger("freewheel.runtime")
 
@@ -72,7 +72,7 @@ class FullyAsyncMain:
         self,
         *,
         config: TrainConfig,
-        plan: Plan,
+        plan: RunPlan,
         resume: bool = False,
         changed: Sequence[str] = (),
         view: Any = None,

@@ -4,7 +4,7 @@
                 ├─▶ ModelSize ─▶ trainer_memory, replica_memory: estimates by part
     safetensors ┘ headers only: names and shapes
 
-`freewheel.runtime.plan` shows them. Allocators, kernels and Ray need more.
+`freewheel.runtime.run_plan` shows them. Allocators, kernels and Ray need more.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from freewheel.rollout.engines import NUMBER_BYTES
+from freewheel.rollout.engine_factories import NUMBER_BYTES
 from freewheel.runtime.config import TrainConfig
 from freewheel.trainer.options import LOGITS_AT_A_TIME
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from freewheel.errors import ConfigError
-from freewheel.rollout.engines import Transport, find_engine
+from freewheel.rollout.engine_factories import Transport, find_engine
 from freewheel.runtime.config import TrainConfig
 
 Device = Literal["cpu", "cuda"]

@@ -5,7 +5,7 @@
     model.path, model.tokenizer                      │
     data.train, data.eval                            ┘
 
-    Plan ─ engine_problems ─ child process ─▶ EngineFactory.check ─▶ problems of this machine
+    RunPlan ─ engine_problems ─ child process ─▶ EngineFactory.check ─▶ problems of this machine
 
 `freewheel train` calls both, also with `--dry-run`. Each name is resolved by the function that the run's processes use.
 Names on the hub are left to them, because a check must not download.
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from freewheel.data.tasks import get_task
 from freewheel.errors import ConfigError, DataError
-from freewheel.rollout.engines import check_weights, find_engine
+from freewheel.rollout.engine_factories import check_weights, find_engine
 from freewheel.runtime.building import (
     Prompts,
     engine_settings,
@@ -39,14 +39,13 @@ from freewheel.runtime.building import (
 )
 from freewheel.runtime.config import ROLLOUTER_CLASSES, TRAINER_CLASSES, TrainConfig
 from freewheel.trainer.checkpoint import HF_CONFIG
+from freewheel.utils.processes import import_path, last_words
 
 if TYPE_CHECKING:
-    from freewheel.runtime.plan import Plan
+    from freewheel.runtime.run_plan import RunPlan
 
 CHECK_S = 180.0
 """Time for vLLM's import from a cold disk. A slower check is abandoned, and the rollouters find problems."""
-LAST_CHARS = 300
-"""How much of a dead child's last line is shown."""
 
 
 def preflight(config: TrainConfig) -> int | None:
@@ -56,7 +55,7 @@ def preflight(config: TrainConfig) -> int | None:
     return _rows(config)
 
 
-def refused(config: TrainConfig) -> list[ConfigError | DataError]:
+def collect_errors(config: TrainConfig) -> list[ConfigError | DataError]:
     """Return everything that `preflight` would raise, not only the first error."""
     found: list[ConfigError | DataError] = []
     checks: list[Callable[[], object]] = [*_checks(config), partial(_rows, config)]
@@ -122,7 +121,7 @@ def _rows(config: TrainConfig) -> int | None:
 # -- the engine on this machine ---------------------------------------------------------------------------------------
 
 
-def engine_problems(plan: Plan, model: Path | None) -> list[ConfigError]:
+def engine_problems(plan: RunPlan, model: Path | None) -> list[ConfigError]:
     """Return why this machine cannot run the engine. `model`: its folder, if it is on this machine.
 
     Checks in a child process, because vLLM takes seconds to import, keeps threads and memory, and dies of a driver that
@@ -139,9 +138,8 @@ def engine_problems(plan: Plan, model: Path | None) -> list[ConfigError]:
     return _check_in_child(plan, str(model))
 
 
-def _check_in_child(plan: Plan, model: str) -> list[ConfigError]:
-    path = os.pathsep.join(filter(None, sys.path))  # a user's task may be in the working directory
-    command = [sys.executable, "-W", "ignore", "-m", __name__]
+def _check_in_child(plan: RunPlan, model: str) -> list[ConfigError]:
+    command = [sys.executable, "-W", "ignore", "-m", __name__]  # no -P: a task may be in the working directory
     try:
         done = subprocess.run(
             command,
@@ -149,16 +147,15 @@ def _check_in_child(plan: Plan, model: str) -> list[ConfigError]:
             capture_output=True,
             timeout=CHECK_S,
             check=False,
-            env={**os.environ, "PYTHONPATH": path},
+            env={**os.environ, "PYTHONPATH": import_path()},
         )
     except subprocess.TimeoutExpired:
         return []
     if done.returncode == 0:
         found: ConfigError | None = pickle.loads(done.stdout)  # from our own child
         return [] if found is None else [found]
-    lines = [line for line in done.stderr.decode("utf-8", "replace").splitlines() if line.strip()]
-    why = lines[-1].strip()[:LAST_CHARS] if lines else f"its import ended with {done.returncode}"
-    return [ConfigError("rollout.engine", plan.config.rollout.engine, f"it cannot be used here: {why}")]
+    why = f"it cannot be used here: {last_words(done)}"
+    return [ConfigError("rollout.engine", plan.config.rollout.engine, why)]
 
 
 def _check_engine(given: BinaryIO) -> bytes:

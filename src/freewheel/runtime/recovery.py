@@ -3,10 +3,10 @@
     a component died at step s ───────────────────▶ Restarts.died ──▶ seconds to wait first, or None: give up
 
     steps, groups, tokens, scores ────────┐
-    training, saving, evaluating, paused ─┴─▶ Progress.stalled ──▶ restart what stands still; then `Stalled`
+    training, saving, evaluating, paused ─┴─▶ StallDetector.stalled ──▶ restart what stands still; then `Stalled`
     abandoned and filtered prompts ─────────▶ AbandonedPrompts ──▶ `NothingToTrainOn`
 
-`RunAccount` feeds `Progress` and `AbandonedPrompts` once a second; `FullyAsyncMain` asks all three.
+`RunAccount` feeds `StallDetector` and `AbandonedPrompts` once a second; `FullyAsyncMain` asks all three.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Stall:
     """True: a step takes too long. False: no group arrives."""
 
 
-class Progress:
+class StallDetector:
     """Notices when a run makes no progress, whether or not all processes are alive."""
 
     def __init__(self, now: float) -> None:

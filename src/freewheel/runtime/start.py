@@ -1,11 +1,11 @@
 """How a run begins: from a command line to a configuration and a plan, in a new folder or in the one of an earlier run.
 
     key=value, --config-path, --config-name ─▶ read_config ─▶ RunRequest: the configuration, and whether a run continues
-    TrainConfig ─ preflight, this machine, the engine, the cluster ─▶ make_plan ─▶ Plan with its problems
+    TrainConfig ─ preflight, this machine, the engine, the cluster ─▶ make_plan ─▶ RunPlan with its problems
 
     resume=RUN        RUN/config.yaml ◀─ overrides: each change is refused, or reported with its meaning
 
-A setting that works on no machine is raised as a `ConfigError`. Problems of this machine are in `Plan.problems`:
+A setting that works on no machine is raised as a `ConfigError`. Problems of this machine are in `RunPlan.problems`:
 `freewheel train` refuses them, and a dry run lists them. A resumed run trains the steps since its last checkpoint
 again, from the journal, and uses the groups that are stored there. `resume` refuses changes that contradict them.
 
@@ -33,7 +33,7 @@ from freewheel.trainer.checkpoint import has_checkpoint
 from freewheel.utils.files import private_folder, write_atomically
 
 if TYPE_CHECKING:
-    from freewheel.runtime.plan import Plan
+    from freewheel.runtime.run_plan import RunPlan
 
 RUNS = "runs"
 RESUME = "resume"
@@ -101,13 +101,13 @@ def read_config(overrides: Sequence[str], config_path: str | None, config_name: 
     return resume(run, overrides)
 
 
-def make_plan(config: TrainConfig) -> Plan:
+def make_plan(config: TrainConfig) -> RunPlan:
     """Check `config` on this machine and place its processes. May import vLLM, which is slow."""
     from freewheel.runtime.cluster import check_cluster
     from freewheel.runtime.model_size import find_folder, read_model_size
     from freewheel.runtime.placement import Machine
-    from freewheel.runtime.plan import resolve
     from freewheel.runtime.preflight import engine_problems, preflight
+    from freewheel.runtime.run_plan import resolve
 
     rows = preflight(config)
     folder = find_folder(config)

@@ -37,7 +37,7 @@ from freewheel.utils.registry import objects_in_memory
 from freewheel.utils.waiting import unless_failed
 
 if TYPE_CHECKING:
-    from freewheel.runtime.plan import Plan
+    from freewheel.runtime.run_plan import RunPlan
 
 log = logging.getLogger("freewheel.runtime")
 
@@ -52,7 +52,7 @@ OnProcess = Callable[[str, int, str], None]
 class Supervisor:
     """Owns the actors by name: `queue`, `sync`, `trainer`, `rollouter-0` and so on."""
 
-    def __init__(self, *, config: TrainConfig, plan: Plan, run_dir: Path, on_process: OnProcess) -> None:
+    def __init__(self, *, config: TrainConfig, plan: RunPlan, run_dir: Path, on_process: OnProcess) -> None:
         self.handles: dict[str, Any] = {}
         self.loops: dict[str, asyncio.Task[Any]] = {}
         """A task for each component. It ends when the component does; it includes a replacement in progress."""

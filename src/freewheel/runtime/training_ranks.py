@@ -23,12 +23,12 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.remote import START_S, NoAnswer, call, kill_process, unwrap
-from freewheel.trainer.ranks import Asked, Follower, Leader, Pulse, RankLost
+from freewheel.trainer.ranks import Asked, Follower, Leader, Liveness, RankLost
 from freewheel.utils.registry import objects_in_memory, receive_in_memory
 
 if TYPE_CHECKING:
-    from freewheel.runtime.plan import Plan
-    from freewheel.trainer.fsdp import Host, Meeting
+    from freewheel.runtime.run_plan import RunPlan
+    from freewheel.trainer.fsdp import Meeting, MeetingHost
 
 log = logging.getLogger("freewheel.runtime")
 
@@ -63,7 +63,7 @@ class RankActor:
         receive_in_memory(objects)
         self._name = name
         self._follower: Follower | None = None
-        self._pulse = Pulse(silent_s=START_S, now=time.monotonic())
+        self._pulse = Liveness(silent_s=START_S, now=time.monotonic())
         self._watching: asyncio.Task[None] | None = None
         self._training = ThreadPoolExecutor(1, thread_name_prefix="train")
         self._writing = ThreadPoolExecutor(1, thread_name_prefix="save")
@@ -73,7 +73,7 @@ class RankActor:
         self._watching = asyncio.ensure_future(self._watch())
         return os.getpid(), ray.get_runtime_context().get_node_id()
 
-    async def open(self, config: TrainConfig, plan: Plan, rank: int, meeting: Meeting) -> None:
+    async def open(self, config: TrainConfig, plan: RunPlan, rank: int, meeting: Meeting) -> None:
         self._follower = await self._in(self._training, lambda: _follower(config, plan, rank, meeting))
 
     async def obey(self, command: str, args: Sequence[Any]) -> Any:
@@ -101,8 +101,8 @@ class RankActor:
         return await asyncio.get_running_loop().run_in_executor(thread, work)
 
 
-def _follower(config: TrainConfig, plan: Plan, rank: int, meeting: Meeting) -> Follower:
-    from freewheel.rollout.engines import load_causal_lm
+def _follower(config: TrainConfig, plan: RunPlan, rank: int, meeting: Meeting) -> Follower:
+    from freewheel.rollout.engine_factories import load_causal_lm
     from freewheel.runtime.building import backend_settings, use_threads
     from freewheel.runtime.model_size import model_folder
     from freewheel.trainer.fsdp import FsdpBackend, join
@@ -169,7 +169,7 @@ class Ranks:
         self.processes: dict[str, tuple[int, str]] = {}
         """Process id and Ray node by name."""
         self._watching: list[asyncio.Task[NoReturn]] = []
-        self._host: Host | None = None
+        self._host: MeetingHost | None = None
 
     @classmethod
     async def start(cls, run_dir: str, options: Sequence[Mapping[str, Any]]) -> Ranks:
@@ -188,11 +188,11 @@ class Ranks:
             watching.add_done_callback(_end_with_watch)
         return made
 
-    async def opened(self, config: TrainConfig, plan: Plan, build: Callable[[], T]) -> T:
+    async def opened(self, config: TrainConfig, plan: RunPlan, build: Callable[[], T]) -> T:
         """Load all ranks' parts of the model at the same time, rank 0's with `build` in a thread: they meet."""
-        from freewheel.trainer.fsdp import Host
+        from freewheel.trainer.fsdp import MeetingHost
 
-        self._host = Host(self._address(), len(self._handles) + 1)
+        self._host = MeetingHost(self._address(), len(self._handles) + 1)
         meeting = self._host.meeting
         opening: list[Awaitable[Any]] = [
             call(handle, "open", config, plan, rank, meeting, deadline_s=START_S)
@@ -225,7 +225,7 @@ class Ranks:
         return _Answers(command, asked)
 
     async def _watch(self, name: str) -> NoReturn:
-        pulse = Pulse(silent_s=self._silent_s, now=time.monotonic())
+        pulse = Liveness(silent_s=self._silent_s, now=time.monotonic())
         while True:
             pulse.silent_s = self._silent_s
             try:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("freewheel.sync")
 
-Kind = Literal["gloo", "nccl"]
+GroupKind = Literal["gloo", "nccl"]
 SENDER = 0
 GROUP_S = 60.0
 """Time for members to meet, and for each broadcast: a bucket takes ten seconds on a slow network."""
@@ -81,11 +81,11 @@ def send(
     header = msgspec.json.encode(Header(version, checksum, dict(entries)))
     group.broadcast(torch.tensor([len(header)], device=group.device))
     group.broadcast(torch.frombuffer(bytearray(header), dtype=torch.uint8).to(group.device))
-    if not group.agreed(True):
+    if not group.agree(True):
         raise VersionRefused(f"version {version} is not wanted: a receiver has a later one, or no room for it")
     for buffer in buffers:
         group.broadcast(buffer)
-    if not group.agreed(True):
+    if not group.agree(True):
         raise VersionSpoiled(f"version {version} did not arrive as it was sent, and nobody took it")
 
 
@@ -117,13 +117,13 @@ def receive(group: TorchGroup, receiver: Receiver) -> int:
     encoded = torch.empty(int(size.item()), dtype=torch.uint8, device=group.device)
     group.broadcast(encoded)
     header = msgspec.json.decode(encoded.cpu().numpy().tobytes(), type=Header)
-    if not group.agreed(receiver.wants(header)):
+    if not group.agree(receiver.wants(header)):
         raise VersionRefused(f"version {header.version} is not wanted by all")
     for part, n_bytes in zip(by_bucket(header.entries), bucket_sizes(header.entries), strict=True):
         buffer = receiver.buffer(n_bytes)
         group.broadcast(buffer)
         receiver.bucket(part, buffer)
-    if not group.agreed(receiver.whole(header)):
+    if not group.agree(receiver.whole(header)):
         raise VersionSpoiled(f"version {header.version} did not arrive as it was sent")
     receiver.take(header)
     return header.version
@@ -153,7 +153,7 @@ class TorchGroup:
 
     def __init__(
         self,
-        kind: Kind,
+        kind: GroupKind,
         *,
         address: str,
         port: int,
@@ -188,7 +188,7 @@ class TorchGroup:
         """Send the sender's content to all. Returns when it has arrived."""
         self._wait(self._group.broadcast, tensor, SENDER)
 
-    def agreed(self, yes: bool) -> bool:
+    def agree(self, yes: bool) -> bool:
         """Return whether every member said yes."""
         import torch
         import torch.distributed as dist
@@ -349,7 +349,7 @@ class WeightServer:
             failure = f"{type(error).__name__}: {error}"
         _write_line(connection, {"error": failure})
 
-    def _group(self, connection: socket.socket, request: Mapping[str, Any], kind: Kind) -> TorchGroup:
+    def _group(self, connection: socket.socket, request: Mapping[str, Any], kind: GroupKind) -> TorchGroup:
         """Return the group of an engine. If there is none yet, tell the engine where to meet (`port`)."""
         receiver, host, size = request["receiver"], self.address.host, int(request["size"])
         meeting = {"key": request["key"], "kind": kind, "address": host, "port": 0, "size": size}

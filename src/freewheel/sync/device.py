@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 Handle = dict[str, Any]
 """A buffer as another process opens it: plain values that fit into JSON."""
-Share = Callable[["torch.Tensor"], Handle]
+ShareTensor = Callable[["torch.Tensor"], Handle]
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ class Owner:
 
     @classmethod
     def here(cls) -> Owner:
-        return cls(os.getpid(), _started(os.getpid()))
+        return cls(os.getpid(), _read_start_time(os.getpid()))
 
     @property
     def alive(self) -> bool:
-        return _started(self.pid) == self.started
+        return _read_start_time(self.pid) == self.started
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -80,7 +80,7 @@ class Owner:
         return WeightsGone(f"the trainer's process {self.pid} has ended, and its GPU memory with it")
 
 
-def _started(pid: int) -> str:
+def _read_start_time(pid: int) -> str:
     """Return when a process started, in kernel ticks; empty if it does not exist."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
@@ -105,7 +105,7 @@ class DeviceWeights(AnyWeights):
     def __reduce__(self) -> Any:
         if self.travels_as is not None:
             return _itself, (self.travels_as(self),)
-        return _arrived, (self.entries, self.checksum, self.owner, self.handles())
+        return _receive_weights, (self.entries, self.checksum, self.owner, self.handles())
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return views of the buffers, valid while these weights are held. Raises `WeightsGone`."""
@@ -120,7 +120,7 @@ class DeviceWeights(AnyWeights):
             return pack(held, checksum=self.checksum)
 
 
-def _arrived(entries: dict[str, Entry], checksum: int, owner: Owner, handles: list[Handle]) -> DeviceWeights:
+def _receive_weights(entries: dict[str, Entry], checksum: int, owner: Owner, handles: list[Handle]) -> DeviceWeights:
     return DeviceWeights(entries, checksum, owner, lambda: handles)
 
 
@@ -145,7 +145,7 @@ class _Slot:
     """Buffers for one version."""
 
     buffers: list[torch.Tensor]
-    share: Share
+    share: ShareTensor
     taken: bool = True
 
     @cached_property
@@ -161,7 +161,7 @@ class DevicePacker:
         self,
         *,
         bucket_bytes: int,
-        share: Share | None = None,
+        share: ShareTensor | None = None,
         travels_as: Callable[[DeviceWeights], Any] | None = None,
     ) -> None:
         """`travels_as`: returns what is pickled instead of the weights."""

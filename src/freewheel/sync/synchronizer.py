@@ -31,7 +31,7 @@ from freewheel.sync.weights import WeightsGone
 
 log = logging.getLogger("freewheel.sync")
 
-State = Literal["idle", "draining", "loading", "closed"]
+SyncState = Literal["idle", "draining", "loading", "closed"]
 SETTLE_WAIT_S = 5.0
 """Repeat a wait for the queue this often, to notice a queue that died."""
 BETWEEN_ROUNDS_S = 1.0
@@ -165,7 +165,7 @@ class ParameterSynchronizer:
             name: Member(replica, held[name], fenced=held[name] < version, inherited=versions is not None)
             for name, replica in replicas.items()
         }
-        self.state: State = "idle"
+        self.state: SyncState = "idle"
         self.version = version
         """The newest published version."""
         self.param_sync_count = 0

@@ -73,7 +73,7 @@ def grpo(inputs: AdvantageInputs) -> list[Array]:
     `normalise` "none" does not divide (Dr. GRPO); "batch_std" divides by the std of all scored rewards of the batch.
     """
     rewards, normalise = inputs.rewards, inputs.settings.normalisation
-    advantages = [_centred(group) for group in rewards]
+    advantages = [_subtract_mean(group) for group in rewards]
     if normalise == "std":
         return [one / (_std(group) + STD_FLOOR) for one, group in zip(advantages, rewards, strict=True)]
     if normalise == "batch_std":
@@ -90,7 +90,7 @@ def rloo(inputs: AdvantageInputs) -> list[Array]:
     advantages = []
     for group in inputs.rewards:
         n = np.count_nonzero(~np.isnan(group))
-        advantages.append(_centred(group) * (n / (n - 1) if n > 1 else 0.0))
+        advantages.append(_subtract_mean(group) * (n / (n - 1) if n > 1 else 0.0))
     normalises = inputs.settings.normalisation == "batch_std"
     return _whiten_groups(advantages, inputs.rewards) if normalises else advantages
 
@@ -102,7 +102,7 @@ def reinforce_pp(inputs: AdvantageInputs) -> list[Array]:
     """
     if inputs.settings.baseline == "batch":
         return _whiten_groups([np.nan_to_num(group, nan=0.0) for group in inputs.rewards], inputs.rewards)
-    return _whiten_groups([_centred(group) for group in inputs.rewards], inputs.rewards)
+    return _whiten_groups([_subtract_mean(group) for group in inputs.rewards], inputs.rewards)
 
 
 def gae(rewards: Array, values: Array, mask: Array, *, gamma: float, lam: float) -> tuple[Array, Array]:
@@ -127,7 +127,7 @@ def gae(rewards: Array, values: Array, mask: Array, *, gamma: float, lam: float)
 
 def whiten(values: Array) -> Array:
     """(x − mean(x)) / (std(x) + ε); zeros if there is nothing to compare."""
-    return _centred(values) / (_std(values) + STD_FLOOR)
+    return _subtract_mean(values) / (_std(values) + STD_FLOOR)
 
 
 def has_no_variance(group: PromptGroup) -> bool:
@@ -135,7 +135,7 @@ def has_no_variance(group: PromptGroup) -> bool:
     return not _differs(group.rewards[group.scored])
 
 
-def _centred(values: Array) -> Array:
+def _subtract_mean(values: Array) -> Array:
     """values − their mean, over the scored ones; 0 for the others, and for all if they do not differ."""
     scored = ~np.isnan(values)
     if not _differs(values[scored]):

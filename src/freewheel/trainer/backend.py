@@ -81,7 +81,7 @@ Evaluate = Callable[[int], Awaitable[dict[str, float] | None]]
 
 
 @dataclass
-class Row:
+class MetricsRow:
     """One line of the metrics."""
 
     kind: Literal["step", "eval"]

@@ -45,7 +45,7 @@ MULTIPLE = 128
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample:
+class TrainingSample:
     """One response with a reward, and its prompt."""
 
     key: tuple[int, int]
@@ -130,10 +130,10 @@ class MicroBatch:
 
 def mini_batches(
     groups: Sequence[PromptGroup], advantages: Sequence[Array], config: AlgorithmConfig
-) -> list[list[Sample]]:
+) -> list[list[TrainingSample]]:
     """Return the samples of each optimizer step. Groups are dealt by ordinal, whatever their order of arrival."""
     order = sorted(range(len(groups)), key=lambda i: groups[i].ordinal)
-    found: list[list[Sample]] = []
+    found: list[list[TrainingSample]] = []
     for start in range(config.mini_batches):
         samples = [one for i in order[start :: config.mini_batches] for one in _samples(groups[i], advantages[i])]
         if samples:
@@ -143,14 +143,14 @@ def mini_batches(
     return found
 
 
-def _samples(group: PromptGroup, advantages: Array) -> list[Sample]:
+def _samples(group: PromptGroup, advantages: Array) -> list[TrainingSample]:
     samples = []
     for index in np.flatnonzero(group.scored):
         part = slice(group.offsets[index], group.offsets[index + 1])
         made = np.flatnonzero(group.mask[part])
         if len(made):
             samples.append(
-                Sample(
+                TrainingSample(
                     key=(group.ordinal, int(index)),
                     prompt=group.prompt,
                     tokens=group.tokens[part],
@@ -164,11 +164,11 @@ def _samples(group: PromptGroup, advantages: Array) -> list[Sample]:
     return samples
 
 
-def row_length(row: Sequence[Sample]) -> int:
+def row_length(row: Sequence[TrainingSample]) -> int:
     return len(row[0].prompt) + sum(len(sample.tokens) for sample in row)
 
 
-def _by_group(samples: Sequence[Sample]) -> list[list[Sample]]:
+def _by_group(samples: Sequence[TrainingSample]) -> list[list[TrainingSample]]:
     return [list(group) for _, group in groupby(samples, key=lambda sample: sample.key[0])]
 
 
@@ -183,13 +183,13 @@ def _deal(costs: Sequence[int], n_parts: int) -> list[list[int]]:
     return parts
 
 
-def share_out(samples: Sequence[Sample], n_ranks: int) -> list[list[Sample]]:
+def share_out(samples: Sequence[TrainingSample], n_ranks: int) -> list[list[TrainingSample]]:
     """Return each rank's samples in the given order, with about equally many tokens. The same on every rank.
 
     Responses that share a prompt stay together, unless that would make the shares unequal.
     """
     largest = sum(row_length([sample]) for sample in samples) // (PIECES * n_ranks)
-    pieces: list[list[Sample]] = []
+    pieces: list[list[TrainingSample]] = []
     costs: list[int] = []
     for group in _by_group(samples):
         for number, sample in enumerate(group):
@@ -204,7 +204,7 @@ def share_out(samples: Sequence[Sample], n_ranks: int) -> list[list[Sample]]:
 
 
 def _lay_out(
-    row: Sequence[Sample], input_ids: Array, position_ids: Array, start: int
+    row: Sequence[TrainingSample], input_ids: Array, position_ids: Array, start: int
 ) -> tuple[Array, list[Array], list[Array]]:
     """Write a prompt and its responses one after the other into flat arrays, from `start` on.
 
@@ -228,7 +228,7 @@ def _lay_out(
     return prompt, responses, positions
 
 
-def _flatten(samples: Sequence[Sample], inputs: Mapping[str, Any], positions: Array) -> MicroBatch:
+def _flatten(samples: Sequence[TrainingSample], inputs: Mapping[str, Any], positions: Array) -> MicroBatch:
     """Return the micro-batch of these samples. `positions`: see `MicroBatch`."""
     lengths = [len(sample.made) for sample in samples]
 
@@ -253,7 +253,9 @@ def _flatten(samples: Sequence[Sample], inputs: Mapping[str, Any], positions: Ar
 # -- padded rows ------------------------------------------------------------------------------------------------------
 
 
-def micro_batches(samples: Sequence[Sample], budget_tokens: int, share: float | None = None) -> list[MicroBatch]:
+def micro_batches(
+    samples: Sequence[TrainingSample], budget_tokens: int, share: float | None = None
+) -> list[MicroBatch]:
     """Batch the longest rows first, as many as fit the budget with their padding. A longer row gets its own batch.
 
     `share`: the cost of a token outside attention, in pairs of tokens inside it (about 3 times the hidden size).
@@ -271,7 +273,7 @@ def micro_batches(samples: Sequence[Sample], budget_tokens: int, share: float | 
     return batches
 
 
-def _share_prompt(samples: list[Sample], share: float, budget_tokens: int) -> list[list[Sample]]:
+def _share_prompt(samples: list[TrainingSample], share: float, budget_tokens: int) -> list[list[TrainingSample]]:
     """Return one group's samples as the cheapest number of equally filled rows."""
     n_prompt = len(samples[0].prompt)
     sizes = [len(sample.tokens) for sample in samples]
@@ -286,7 +288,7 @@ def _share_prompt(samples: list[Sample], share: float, budget_tokens: int) -> li
     return [samples[start::best] for start in range(best)]
 
 
-def _pad(rows: Sequence[Sequence[Sample]]) -> MicroBatch:
+def _pad(rows: Sequence[Sequence[TrainingSample]]) -> MicroBatch:
     longest = max(map(row_length, rows))
     shape = len(rows), longest
     input_ids, position_ids = np.full(shape, PAD_ID, np.int64), np.zeros(shape, np.int64)
@@ -313,7 +315,7 @@ def _tree_mask(segments: Array) -> Tensor:
 # -- packed rows ------------------------------------------------------------------------------------------------------
 
 
-def packed_batches(samples: Sequence[Sample], budget_tokens: int, *, share: bool) -> list[MicroBatch]:
+def packed_batches(samples: Sequence[TrainingSample], budget_tokens: int, *, share: bool) -> list[MicroBatch]:
     """Return micro-batches of at most `budget_tokens`, as equal as possible: the largest one sets the memory.
 
     A sample longer than the budget gets its own batch. `share`: whether responses share their group's prompt.
@@ -324,7 +326,7 @@ def packed_batches(samples: Sequence[Sample], budget_tokens: int, *, share: bool
     return [_pack(row) for row in _fill_rows(trees, budget_tokens)]
 
 
-def _split(samples: list[Sample], budget_tokens: int) -> list[list[Sample]]:
+def _split(samples: list[TrainingSample], budget_tokens: int) -> list[list[TrainingSample]]:
     """Return one group's samples as the fewest trees that fit the budget."""
     for n_trees in range(1, len(samples)):
         trees = [samples[start::n_trees] for start in range(n_trees)]
@@ -333,7 +335,7 @@ def _split(samples: list[Sample], budget_tokens: int) -> list[list[Sample]]:
     return [[sample] for sample in samples]
 
 
-def _fill_rows(trees: Sequence[list[Sample]], budget_tokens: int) -> list[list[list[Sample]]]:
+def _fill_rows(trees: Sequence[list[TrainingSample]], budget_tokens: int) -> list[list[list[TrainingSample]]]:
     """Return the trees of each packed row: as few rows as fit the budget."""
     lengths = [row_length(tree) for tree in trees]
     for n_rows in range(max(1, math.ceil(sum(lengths) / budget_tokens)), len(trees)):
@@ -343,7 +345,7 @@ def _fill_rows(trees: Sequence[list[Sample]], budget_tokens: int) -> list[list[l
     return [[tree] for tree in trees]
 
 
-def _pack(trees: Sequence[Sequence[Sample]]) -> MicroBatch:
+def _pack(trees: Sequence[Sequence[TrainingSample]]) -> MicroBatch:
     n_row = math.ceil(sum(map(row_length, trees)) / MULTIPLE) * MULTIPLE
     input_ids, position_ids = np.full(n_row, PAD_ID, np.int64), np.zeros(n_row, np.int64)
     positions: list[Array] = []

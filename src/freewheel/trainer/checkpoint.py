@@ -166,7 +166,7 @@ class CheckpointStore:
         so that the next resume does not continue from it.
         """
         whole = 0
-        for saved, path in self._saved():
+        for saved, path in self._list_saved():
             if whole >= self._keep_last or saved > step:
                 shutil.rmtree(path, ignore_errors=True)
             elif path.suffix != REPLACED and not visible_damage(path):
@@ -176,7 +176,7 @@ class CheckpointStore:
 
     def latest(self) -> Path | None:
         """Return the newest whole checkpoint. Damaged ones are skipped with a warning."""
-        for _, path in self._saved():
+        for _, path in self._list_saved():
             try:
                 return self.load(path).path
             except CheckpointDamaged as error:
@@ -197,7 +197,7 @@ class CheckpointStore:
         That is the start of the run until two checkpoints (or as many as are kept) exist: if the only checkpoint is
         damaged, the run must be able to start again.
         """
-        whole = [step for step, path in self._saved() if path.suffix != REPLACED and not visible_damage(path)]
+        whole = [step for step, path in self._list_saved() if path.suffix != REPLACED and not visible_damage(path)]
         return min(whole) if len(whole) >= min(self._keep_last, FALLBACKS) else 0
 
     def _best_score(self) -> float:
@@ -211,7 +211,9 @@ class CheckpointStore:
 
         Does not check the files' contents.
         """
-        found: list[tuple[float, bool, Path]] = [(step, path.suffix != REPLACED, path) for step, path in self._saved()]
+        found: list[tuple[float, bool, Path]] = [
+            (step, path.suffix != REPLACED, path) for step, path in self._list_saved()
+        ]
         for path in (self.run_dir / FINAL, self.run_dir / f"{FINAL}{REPLACED}"):
             step: float = math.inf  # a folder that a user put there has no step
             with contextlib.suppress(CheckpointDamaged):
@@ -220,7 +222,7 @@ class CheckpointStore:
         present = [one for one in found if (one[2] / HF_CONFIG).is_file()]
         return max(present, key=lambda one: (one[0], one[1], one[2].parent == self.run_dir))[2] if present else None
 
-    def _saved(self) -> list[tuple[int, Path]]:
+    def _list_saved(self) -> list[tuple[int, Path]]:
         """Return (step, folder) of all checkpoints, the newest first."""
         return [(step, path) for step, paths in reversed(saved_steps(self.run_dir).items()) for path in paths]
 

@@ -19,7 +19,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from freewheel.sync.weights import AnyWeights, Weights
-from freewheel.trainer.backend import Evaluate, Publisher, Row
+from freewheel.trainer.backend import Evaluate, MetricsRow, Publisher
 from freewheel.trainer.checkpoint import CheckpointFailed, RunSaver
 from freewheel.utils.waiting import unless_stopped
 
@@ -41,7 +41,7 @@ class BackgroundEvaluation:
     evaluate: Evaluate
     disk: Executor
     """Writes to the disk."""
-    add_row: Callable[[Row], None]
+    add_row: Callable[[MetricsRow], None]
     keep_best: bool
     _task: asyncio.Task[None] | None = field(default=None, init=False)
     _kept: dict[int, tuple[int, Future[Weights]]] = field(default_factory=dict, init=False)
@@ -113,7 +113,7 @@ class BackgroundEvaluation:
             log.exception("The evaluation at step %d failed; training continues", step, extra=context)
             return None
         if scores is not None:
-            self.add_row(Row("eval", step, dict(scores)))
+            self.add_row(MetricsRow("eval", step, dict(scores)))
             listed = ", ".join(f"{name} {value:.3f}" for name, value in scores.items())
             log.info("Held-out %s at step %d", listed, step, extra=context)
         return scores

@@ -1,6 +1,6 @@
 """Learning over several processes, each of which holds a shard of every layer: torch's FSDP2.
 
-    rank 0: Host ─▶ Meeting: host, port ─▶ (passed to the other ranks by whoever starts them)
+    rank 0: MeetingHost ─▶ Meeting: host, port ─▶ (passed to the other ranks by whoever starts them)
     every rank: join(meeting) ─▶ World: meshes of devices, a group for small objects
 
     [PromptGroup] ─▶ token weights, over all samples ─▶ this rank's share of the samples ─▶ equally many micro-batches
@@ -33,12 +33,12 @@ from torch.distributed.tensor import DTensor
 
 from freewheel.data.group import PromptGroup
 from freewheel.errors import DataError
-from freewheel.trainer.batching import MicroBatch, Sample, share_out
+from freewheel.trainer.batching import MicroBatch, TrainingSample, share_out
 from freewheel.trainer.decoder import decoder_layers
 from freewheel.trainer.losses import Tally
 from freewheel.trainer.options import OptimizerConfig
 from freewheel.trainer.policy import Policy, probe_batch
-from freewheel.trainer.sharded_checkpoint import moved, read_rows
+from freewheel.trainer.sharded_checkpoint import copy_shards, read_rows
 from freewheel.trainer.torch_backend import Optimizer, Part, TorchBackend
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ class Meeting:
     size: int
 
 
-class Host:
+class MeetingHost:
     """Rank 0's side of a meeting. It occupies the port before other ranks learn of it."""
 
     def __init__(self, host: str, size: int) -> None:
@@ -100,7 +100,7 @@ class World:
         return found
 
 
-def join(meeting: Meeting, *, rank: int, device: str | torch.device, host: Host | None = None) -> World:
+def join(meeting: Meeting, *, rank: int, device: str | torch.device, host: MeetingHost | None = None) -> World:
     """Join the group. Returns when all ranks have joined. `host`: on rank 0."""
     device = torch.device(device)
     if str(device) == "cuda":  # Ray shows each process only its own GPU
@@ -287,7 +287,7 @@ class FsdpBackend(TorchBackend):
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
+    def _micro_batches(self, samples: Sequence[TrainingSample]) -> list[MicroBatch]:
         """Return this rank's micro-batches, equally many on every rank: each pass contains collectives."""
         own = super()._micro_batches(share_out(samples, self._world.size)[self._world.rank])
         rounds = max(self._gather(len(own)))
@@ -352,7 +352,7 @@ class FsdpBackend(TorchBackend):
                 raise DataError(f"rank {rank}: {problem}")
         self._rest()
         own = {
-            name: moved(one, self._world.mesh, self._world.device) if isinstance(one, DTensor) else one
+            name: copy_shards(one, self._world.mesh, self._world.device) if isinstance(one, DTensor) else one
             for name, one in tensors.items()
         }
         self._load(own, values)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from freewheel.errors import ConfigError
-from freewheel.trainer.batching import MAX_SHARED_TOKENS, MicroBatch, Sample, micro_batches, packed_batches
+from freewheel.trainer.batching import MAX_SHARED_TOKENS, MicroBatch, TrainingSample, micro_batches, packed_batches
 from freewheel.trainer.decoder import (
     Computation,
     Precision,
@@ -92,7 +92,7 @@ class Policy:
         # Trained parameters are in float32, because bfloat16 would lose small updates. A frozen base needs only the
         # precision of the computation.
         self.plain = model.to(device, torch.float32) if lora is None else cast_parameters(model.to(device), self.dtype)
-        self._names = {name for name, _ in _published(self.plain)}
+        self._names = {name for name, _ in _iterate_parameters(self.plain)}
         self.model = _with_adapters(self.plain, lora, seed) if lora is not None else self.plain
         self.model.eval()
         if activation_checkpointing:
@@ -257,10 +257,10 @@ class Policy:
 
     def _merged_weights(self) -> Iterator[tuple[str, Tensor]]:
         if self.lora is None:
-            yield from _published(self.plain)
+            yield from _iterate_parameters(self.plain)
             return
         adapted = {f"{name}.weight": m for name, m in self.plain.named_modules() if hasattr(m, "get_delta_weight")}
-        for name, tensor in _published(self.plain):
+        for name, tensor in _iterate_parameters(self.plain):
             name = name.replace(".base_layer.", ".")
             if name in adapted:
                 yield name, tensor.float() + adapted[name].get_delta_weight(ADAPTER).detach().float()
@@ -277,10 +277,12 @@ def probe_batch(vocabulary: int, *, packed: bool, share: bool = True) -> MicroBa
     return micro_batches(samples, budget, ALWAYS_SHARE if share else None)[0]
 
 
-def _probe_samples(vocabulary: int, n_tokens: int) -> list[Sample]:
+def _probe_samples(vocabulary: int, n_tokens: int) -> list[TrainingSample]:
     """Return two responses to one prompt. The second is the first in reverse."""
     ids, indices = np.arange(n_tokens, dtype=np.int64) % vocabulary, np.arange(n_tokens)
-    one = Sample(key=(0, 0), prompt=ids[:N_PROMPT], tokens=ids, made=indices, behaviour=indices, versions=indices)
+    one = TrainingSample(
+        key=(0, 0), prompt=ids[:N_PROMPT], tokens=ids, made=indices, behaviour=indices, versions=indices
+    )
     return [one, replace(one, key=(0, 1), tokens=ids[::-1])]
 
 
@@ -300,7 +302,7 @@ def _logits(model: Any, batch: MicroBatch) -> Tensor:
     return logits
 
 
-def _published(model: Any) -> Iterator[tuple[str, Tensor]]:
+def _iterate_parameters(model: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters, tied ones once, and the buffers that a checkpoint holds."""
     kept = model.state_dict()
     for name, parameter in model.named_parameters():

@@ -178,7 +178,7 @@ class Follower:
         return _try_to_write(self._states.pop(number), folder)
 
 
-class Pulse:
+class Liveness:
     """Tells whether another process still sends signs of life. The caller provides the clock."""
 
     def __init__(self, *, silent_s: float, now: float) -> None:

@@ -69,10 +69,10 @@ def copy_to_host(tensor: Tensor, mesh: DeviceMesh | None) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor.detach().to("cpu", copy=True)
     assert mesh is not None
-    return moved(tensor, mesh, torch.device("cpu"))
+    return copy_shards(tensor, mesh, torch.device("cpu"))
 
 
-def moved(tensor: DTensor, mesh: DeviceMesh, device: torch.device) -> DTensor:
+def copy_shards(tensor: DTensor, mesh: DeviceMesh, device: torch.device) -> DTensor:
     """Return the same shards, copied to another kind of memory."""
     return _shard(tensor.to_local().detach().to(device, copy=True), tensor.shape, mesh)
 

@@ -25,7 +25,7 @@ from freewheel.data.group import Array, PromptGroup
 from freewheel.errors import DataError
 from freewheel.trainer.advantages import estimate, gae, has_no_variance, whiten
 from freewheel.trainer.backend import BackendState, NonFiniteLoss
-from freewheel.trainer.batching import MicroBatch, Sample, micro_batches, mini_batches, packed_batches
+from freewheel.trainer.batching import MicroBatch, TrainingSample, micro_batches, mini_batches, packed_batches
 from freewheel.trainer.decoder import Precision, compute_dtype
 from freewheel.trainer.losses import Tally, apply_loss, check_loss, value_loss
 from freewheel.trainer.options import AlgorithmConfig, LoraConfig, OptimizerConfig, describe
@@ -191,7 +191,7 @@ class TorchBackend:
             self._add_gae(parts)
         return minis
 
-    def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
+    def _micro_batches(self, samples: Sequence[TrainingSample]) -> list[MicroBatch]:
         if self._packed:
             return packed_batches(samples, self._budget, share=self._share_prompts)
         return micro_batches(samples, self._budget, self._share)

@@ -32,7 +32,7 @@ from freewheel.observe.spans import ELAPSED, Spans
 from freewheel.queue.client import QueueClient
 from freewheel.queue.staleness import Bounds
 from freewheel.sync.weights import AnyWeights, Packer, pack
-from freewheel.trainer.backend import Backend, BackendState, Evaluate, NonFiniteLoss, Publisher, Row
+from freewheel.trainer.backend import Backend, BackendState, Evaluate, MetricsRow, NonFiniteLoss, Publisher
 from freewheel.trainer.checkpoint import RunSaver
 from freewheel.trainer.evaluation import BackgroundEvaluation
 from freewheel.utils.waiting import unless_failed, unless_stopped
@@ -131,7 +131,7 @@ class FullyAsyncTrainer:
         self.dropped_stale_samples = 0
         self.errors = 0
         self.spans = Spans(on_close=trace.span)
-        self.rows: list[Row] = []
+        self.rows: list[MetricsRow] = []
         self._queue = queue
         self._publisher = publisher
         self._bounds = bounds
@@ -356,7 +356,7 @@ class FullyAsyncTrainer:
         self.current_param_version = version
         fresh = freshness(lags, self._wall_clock() - created_s, staleness_threshold=self._bounds.threshold)
         values: dict[str, Any] = {**metrics, **fresh, "sample_age_counts": age_counts(lags_by_group), **custom}
-        self.rows.append(Row("step", batch.step, {**values, **self.counters(), **self._timing()}))
+        self.rows.append(MetricsRow("step", batch.step, {**values, **self.counters(), **self._timing()}))
 
     def _timing(self) -> dict[str, float]:
         """Return the time spent since the previous step, and the trainer's total running time."""
@@ -541,7 +541,7 @@ class FullyAsyncTrainer:
             "spans": self.spans.snapshot(),
         }
 
-    def drain_rows(self) -> list[Row]:
+    def drain_rows(self) -> list[MetricsRow]:
         """Return the metrics since the last call."""
         rows = list(self.rows)
         self.rows.clear()

@@ -102,7 +102,7 @@ class WholeLines:
             while written < len(data):
                 written += os.write(self._fd, memoryview(data)[written:])
         except OSError as error:
-            self.refused(data.count(b"\n", written), error)
+            self.handle_failure(data.count(b"\n", written), error)
             return
         self.size += len(data)
         if self._warned_at is not None:
@@ -110,7 +110,7 @@ class WholeLines:
             log.warning("%s can be written again; %d %s were lost", self.path, lost, self._unit)
             self._warned_at, self._lost_before_warning = None, self.lost
 
-    def refused(self, count: int, error: OSError) -> None:
+    def handle_failure(self, count: int, error: OSError) -> None:
         """Count lost lines, warn, and reopen the file.
 
         Reopening removes a partly written line, and finds the file again after it was moved or its mount went stale.

@@ -1,23 +1,16 @@
 """Checks of the machine and their findings. Checks run one after the other, each with a time limit.
 
     Check.look() ── in a thread, `limit_s` at most ─▶ Finding, Finding, …
-    run_in_child(code) ─▶ python -P -c code ─▶ the JSON object on its last line, or the reason why there is none
 
-A check that is late or raises becomes a finding too. Packages are imported in a child process, because an import may
-take seconds, hang in a driver or end the process.
+A check that is late or raises becomes a finding too.
 """
 
 from __future__ import annotations
 
-import json
 import shlex
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 from freewheel.utils.processes import within
 
@@ -99,43 +92,3 @@ def shell_words(words: Iterable[str], most: int) -> tuple[str, int]:
     """Return the first `most` words quoted for a shell, and how many were left out."""
     listed = list(words)
     return " ".join(map(shlex.quote, listed[:most])), max(0, len(listed) - most)
-
-
-LAST_CHARS = 300
-"""How much of an error's last line is shown."""
-
-
-@dataclass(frozen=True)
-class ChildAnswer:
-    """The answer of a child process: either `values`, or `why` there are none."""
-
-    values: dict[str, Any] = field(default_factory=dict)
-    why: str = ""
-
-
-def run_in_child(code: str, *, limit_s: float) -> ChildAnswer:
-    """Run `code`, whose last line of output is a JSON object. The working directory is not importable there."""
-    command = [sys.executable, "-P", "-W", "ignore", "-c", code]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False, errors="replace")
-    except subprocess.TimeoutExpired:
-        return ChildAnswer(why=f"no answer within {limit_s:g} s")
-    except OSError as error:
-        return ChildAnswer(why=f"Python could not be started: {error.strerror}")
-    lines = done.stdout.strip().splitlines()
-    if done.returncode == 0 and lines:
-        try:
-            found = json.loads(lines[-1])
-        except ValueError:
-            found = None
-        if isinstance(found, dict):
-            return ChildAnswer(values=found)
-    return ChildAnswer(why=_last_words(done))
-
-
-def _last_words(done: subprocess.CompletedProcess[str]) -> str:
-    if done.returncode < 0:
-        name = signal.Signals(-done.returncode).name if -done.returncode in list(signal.Signals) else "a signal"
-        return f"it was killed by {name}"
-    lines = [line for line in done.stderr.splitlines() if line.strip()]
-    return lines[-1].strip()[:LAST_CHARS] if lines else f"it ended with exit code {done.returncode} and no message"

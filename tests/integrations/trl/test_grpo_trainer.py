@@ -154,14 +154,14 @@ def test_a_column_that_the_dataset_does_not_have_ends_the_training_with_its_name
 
 
 def test_an_engine_that_breaks_fails_one_batch_of_rewards(mock, make_reward, train, monkeypatch, caplog):
-    from freewheel.judge import EngineDied, Judge
+    from freewheel.judge import Judge, JudgeDied
 
     honest, calls = Judge.submit, []
 
     def submit(self: Judge, requests: Any, **kwargs: Any) -> Any:
         calls.append(self)
         if len(calls) == 2:
-            raise EngineDied("the judge's process died 6 times within 60 s")
+            raise JudgeDied("the judge's process died 6 times within 60 s")
         return honest(self, requests, **kwargs)
 
     monkeypatch.setattr(Judge, "submit", submit)

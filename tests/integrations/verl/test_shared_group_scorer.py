@@ -11,7 +11,7 @@ import ray
 
 from freewheel.integrations.verl import group_scorer
 from freewheel.integrations.verl.group_scorer import GroupScorerActor, ScorerLost, SharedGroupScorer
-from freewheel.integrations.verl.rows import Row
+from freewheel.integrations.verl.rows import DecodedRow
 from freewheel.integrations.verl.settings import Settings
 from freewheel.judge.verdict import Scored
 from freewheel.rewards import RewardFailed
@@ -25,9 +25,9 @@ def settings(name: str, **more: Any) -> Settings:
     return Settings(as_config({"penalty_scale": 2.0, **more}), 2, 2, workers=2, extra_keys=(name,))
 
 
-def row(number: int, uid: str, **more: Any) -> Row:
+def row(number: int, uid: str, **more: Any) -> DecodedRow:
     given = {"id": f"{uid}-{number}", "sizes": (2,), "rule": Scored(1.0), "request": None, **more}
-    return Row(sample=Sample("", 10, uid), **given)
+    return DecodedRow(sample=Sample("", 10, uid), **given)
 
 
 async def test_an_actor_that_keeps_dying_is_given_up(
@@ -68,7 +68,7 @@ async def test_a_row_whose_reply_was_lost_is_sent_again_and_counts_once(
 
         class reward:  # noqa: N801  # Ray's shape: actor.reward.remote(row)
             @staticmethod
-            async def remote(one: Row) -> Any:
+            async def remote(one: DecodedRow) -> Any:
                 found = await actor.reward(one)
                 if one.id not in lost:
                     lost.append(one.id)
@@ -78,7 +78,7 @@ async def test_a_row_whose_reply_was_lost_is_sent_again_and_counts_once(
     scorer = SharedGroupScorer(settings("lossy"))
     monkeypatch.setattr(scorer, "_find", Lossy)
     for uid in "uv":
-        rows = [Row(f"{uid}-{n}", Sample("", 10 + 10 * n, uid), (2,), Scored(1.0), None) for n in range(2)]
+        rows = [DecodedRow(f"{uid}-{n}", Sample("", 10 + 10 * n, uid), (2,), Scored(1.0), None) for n in range(2)]
         answers = await asyncio.wait_for(asyncio.gather(*map(scorer.reward, rows)), 20)
         assert [answer["reward_extra_info"]["median_length"] for answer in answers] == [15.0, 15.0]
     assert sorted(lost) == ["u-0", "u-1", "v-0", "v-1"]

@@ -19,7 +19,7 @@ from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.config_files import to_config
 from freewheel.runtime.model_size import read_model_size
 from freewheel.runtime.placement import Machine
-from freewheel.runtime.plan import Plan, resolve
+from freewheel.runtime.run_plan import RunPlan, resolve
 from freewheel.sync.weights import Weights, pack
 
 from ...rollout.helpers import VOCABULARY, ask, assert_agrees, random_model, until
@@ -73,7 +73,7 @@ def config_of(folder: Path, *, vllm: dict[str, Any] | None = None, **rollout: An
     )
 
 
-def plan_of(config: TrainConfig) -> Plan:
+def plan_of(config: TrainConfig) -> RunPlan:
     size = read_model_size(Path(config.model.path))
     return resolve(config, Machine(cpus=2, memory_bytes=8 << 30), model=size)
 

@@ -53,7 +53,7 @@ from pathlib import Path
 from freewheel.runtime.building import load_engine
 from freewheel.runtime.model_size import read_model_size
 from freewheel.runtime.placement import Machine
-from freewheel.runtime.plan import resolve
+from freewheel.runtime.run_plan import resolve
 from freewheel.runtime.config_files import to_config
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from freewheel.rollout.native.cache import NO_PAGE, PageTable
-from freewheel.rollout.native.engine import Placement, Scheduler
+from freewheel.rollout.native.engine import Scheduler, SlotAssignment
 
 Move = st.one_of(
     st.tuples(st.just("add"), st.integers(1, 5)),
@@ -44,7 +44,7 @@ class Story:
             self.held = {slot: held for slot, held in self.held.items() if held[0] != request}
             self.dropped.add(request)
 
-    def admit(self) -> list[Placement[int]]:
+    def admit(self) -> list[SlotAssignment[int]]:
         free = [slot for slot in range(self.scheduler.slots) if slot not in self.held]
         waiting = self.scheduler.waiting
         worth_a_prefill = not self.held or len(free) >= min(self.refill, waiting)

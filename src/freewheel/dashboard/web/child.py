@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from freewheel.utils.processes import end_with
+from freewheel.utils.processes import end_with, start_child
 
 if TYPE_CHECKING:
-    from freewheel.dashboard.terminal import View
+    from freewheel.dashboard.terminal import TerminalView
     from freewheel.runtime.config import TrainConfig
 
 NICENESS = 10
@@ -67,7 +67,7 @@ END_S = 2.0
 
 
 @contextmanager
-def page_for_run(config: TrainConfig, shown: View) -> Iterator[None]:
+def page_for_run(config: TrainConfig, shown: TerminalView) -> Iterator[None]:
     """Serve the page of the run that `freewheel train` starts, if its settings ask for one. The address is shown but
     not saved, because it grants access."""
     if not config.observe.dashboard or config.run_dir is None:
@@ -109,8 +109,8 @@ def _start(folder: Path, port: int) -> tuple[subprocess.Popen[bytes], str]:
 
     token = make_token()
     with listen(HOST, port) as listening:
-        child = subprocess.Popen(
-            [sys.executable, "-P", "-m", "freewheel.dashboard.web.child", str(listening.fileno())],
+        child = start_child(
+            *("-m", "freewheel.dashboard.web.child", str(listening.fileno())),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -1,7 +1,7 @@
 """The runs that the page can show, each read from its folder.
 
     freewheel dashboard RUN FOLDER ─▶ Runs ─ find ─▶ RunView ─▶ `views`
-                                                     ├─ Settings: config.yaml as plain values
+                                                     ├─ WatchedSettings: config.yaml as plain values
                                                      ├─ RecordedMetrics, RecordedTrace, Samples, warnings of log.jsonl
                                                      └─ LastStep, where metrics have gaps
 
@@ -29,7 +29,7 @@ from freewheel.errors import ConfigError
 from freewheel.inspect.metrics import Columns, RecordedMetrics
 from freewheel.inspect.run import LastStep, live_holder
 from freewheel.inspect.trace import RecordedTrace
-from freewheel.observe.lines import Tail, decoded, open_regular
+from freewheel.observe.lines import Tail, decode_line, open_regular
 from freewheel.observe.run_folder import CHECKPOINTS, CONFIG, FINAL, JOURNAL, LOG, METRICS
 from freewheel.runtime.config import THRESHOLDS
 
@@ -37,7 +37,7 @@ MOST_BYTES = 1 << 20
 """A longer file is not one of our configurations."""
 
 
-class Settings:
+class WatchedSettings:
     """`config.yaml` of a run, read again when it changes. Empty if it cannot be read."""
 
     def __init__(self, folder: Path) -> None:
@@ -57,7 +57,7 @@ class Settings:
                 return
             self._read = (about.st_ino, about.st_mtime_ns)
             self.changes += 1
-            self.values = _parsed(os.pread(fd, MOST_BYTES, 0))
+            self.values = _parse_settings(os.pread(fd, MOST_BYTES, 0))
         finally:
             os.close(fd)
 
@@ -86,7 +86,7 @@ class Settings:
         return found if is_number and abs(found) <= sys.float_info.max else None  # neither NaN nor infinite
 
 
-def _parsed(data: bytes) -> dict[str, Any]:
+def _parse_settings(data: bytes) -> dict[str, Any]:
     try:
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(data, Loader=_LOADER)):
             return {}  # our files have no aliases, and a few lines of them can expand beyond all memory
@@ -147,7 +147,7 @@ MOST_RUNS = 200
 """Newest runs of a folder that are shown."""
 LEVELS = (b'"WARNING"', b'"ERROR"', b'"CRITICAL"')
 
-State = Literal["live", "finished", "ended", "removed", "waiting"]
+RunState = Literal["live", "finished", "ended", "removed", "waiting"]
 
 
 class Warned(msgspec.Struct, gc=False):
@@ -166,7 +166,7 @@ class RunView:
     def __init__(self, run_id: str, folder: Path, *, clock: Callable[[], float]) -> None:
         self.id = run_id
         self.folder = folder
-        self.settings = Settings(folder)
+        self.settings = WatchedSettings(folder)
         self.recorded = RecordedMetrics(folder)
         self.trace = RecordedTrace(folder)
         self.samples = Samples(folder)
@@ -196,12 +196,12 @@ class RunView:
             self.warnings.clear()
         for block in blocks:
             for line in block.lines:
-                said = decoded(_WARNED, line) if any(level in line for level in LEVELS) else None
+                said = decode_line(_WARNED, line) if any(level in line for level in LEVELS) else None
                 if said is not None and said.level in ("WARNING", "ERROR", "CRITICAL"):
                     self.warnings.append(said)
 
     @property
-    def state(self) -> State:
+    def state(self) -> RunState:
         if not self.folder.is_dir():
             return "removed" if self._was_there else "waiting"
         self._was_there = True

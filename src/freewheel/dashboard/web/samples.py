@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from freewheel.observe.lines import Folder, Identity, decoded, open_regular
+from freewheel.observe.lines import Folder, Identity, decode_line, open_regular
 from freewheel.observe.run_folder import SAMPLES
 
 PAGE = 40
@@ -96,7 +96,7 @@ class Samples:
             del self._cards[key], self._places[key]
 
     def _take(self, identity: Identity, offset: int, line: bytes) -> None:
-        sample = decoded(_SAMPLES, line)
+        sample = decode_line(_SAMPLES, line)
         if sample is None:
             return
         self._told += 1
@@ -121,7 +121,7 @@ class Samples:
         if fd is None or place is None:
             return None
         try:
-            return decoded(_WHOLE, os.pread(fd, place.length, place.offset))
+            return decode_line(_WHOLE, os.pread(fd, place.length, place.offset))
         except OSError:
             return None
         finally:

@@ -161,7 +161,7 @@ MOST_COMPARED = 12
 """Most runs in one chart: the eye cannot tell more lines apart."""
 SHUTDOWN_S = 2.0
 
-Answer = Callable[[RunView, web.Request], Any]
+ViewAnswer = Callable[[RunView, web.Request], Any]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -179,7 +179,7 @@ class Server:
     async def start(self, listening: socket.socket) -> None:
         """`listening`: a bound socket."""
         self._door = Door(self._token, listening.getsockname()[1])
-        app = web.Application(middlewares=[self._guarded], client_max_size=0)
+        app = web.Application(middlewares=[self._guard], client_max_size=0)
         app.router.add_get("/", self._static)
         app.router.add_get("/static/{name:.+}", self._static)
         app.router.add_get("/api/runs", self._all_runs)
@@ -201,7 +201,7 @@ class Server:
     # -- who, and what went wrong -------------------------------------------------------------------------------------
 
     @web.middleware
-    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             response = await self._let_in(request, handler)
         except web.HTTPException as error:
@@ -271,7 +271,7 @@ class Server:
             self._listening -= 1
         return response
 
-    def _answering(self, answer: Answer) -> Handler:
+    def _answering(self, answer: ViewAnswer) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
             view = self._view(request.match_info["run"])
             found = await asyncio.to_thread(answer, view, request)
@@ -321,7 +321,7 @@ def _prompt(view: RunView, request: web.Request) -> dict[str, Any]:
     return views.prompt(view.folder, int(request.match_info["ordinal"]))
 
 
-ANSWERS: dict[str, Answer] = {
+ANSWERS: dict[str, ViewAnswer] = {
     "": lambda view, request: views.overview(view),
     "/series": _series,
     "/judge": lambda view, request: views.judge(view),
@@ -330,7 +330,7 @@ ANSWERS: dict[str, Answer] = {
     "/samples": _samples,
     "/samples/{key}": _sample,
 }
-OF_THE_JOURNAL: dict[str, Answer] = {
+OF_THE_JOURNAL: dict[str, ViewAnswer] = {
     "/ledger": lambda view, request: views.ledger(view.folder),
     r"/prompts/{ordinal:\d{1,15}}": _prompt,
 }

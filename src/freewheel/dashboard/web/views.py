@@ -24,8 +24,8 @@ from freewheel.dashboard.web.runs import RunView, describe_gaps, flat
 from freewheel.errors import ConfigError
 from freewheel.inspect.metrics import (
     Columns,
+    FloatArray,
     JudgeNumbers,
-    Numbers,
     RecordedMetrics,
     Statistics,
     mean_over_time,
@@ -36,7 +36,7 @@ from freewheel.inspect.metrics import (
 from freewheel.inspect.prompt import follow
 from freewheel.inspect.run import find_run, inspect
 from freewheel.judge.endpoint import Breaker
-from freewheel.judge.stats import EndpointStats, State
+from freewheel.judge.stats import BreakerState, EndpointStats
 from freewheel.queue.journal import JournalError
 
 Places = np.ndarray[Any, np.dtype[np.intp]]
@@ -45,7 +45,7 @@ MOST_POINTS = 1500
 """Points per curve: about the columns of a wide screen."""
 
 
-def thin(values: Numbers, most: int = MOST_POINTS) -> Places:
+def thin(values: FloatArray, most: int = MOST_POINTS) -> Places:
     """Return positions of the points to keep, ascending: at most `most`, all finite, including the first, last, lowest
     and highest. Each bucket of neighbours keeps its lowest and highest point, so a spike of one step stays visible."""
     assert most >= 4
@@ -64,7 +64,7 @@ def thin(values: Numbers, most: int = MOST_POINTS) -> Places:
     return found
 
 
-def curve(x: Numbers, y: Numbers, most: int = MOST_POINTS) -> dict[str, list[float | None]]:
+def curve(x: FloatArray, y: FloatArray, most: int = MOST_POINTS) -> dict[str, list[float | None]]:
     """Return a curve as it is sent."""
     kept = thin(y, most)
     return {"x": plain(x[kept]), "y": plain(y[kept])}
@@ -85,11 +85,13 @@ class Learning(NamedTuple):
     words: str
 
 
-def learning(*, steps: Numbers, rewards: Numbers, eval_steps: Numbers, held_out: Numbers, errors: Numbers) -> Learning:
+def learning(
+    *, steps: FloatArray, rewards: FloatArray, eval_steps: FloatArray, held_out: FloatArray, errors: FloatArray
+) -> Learning:
     """Judge by held-out rewards if there are two, else by training rewards."""
     known = np.flatnonzero(np.isfinite(held_out))
     if len(known) >= 2:
-        return _compared(
+        return _compare(
             "Held-out reward",
             (float(held_out[known[0]]), _or_zero(errors[known[0]]), int(eval_steps[known[0]])),
             (float(held_out[known[-1]]), _or_zero(errors[known[-1]]), int(eval_steps[known[-1]])),
@@ -99,14 +101,14 @@ def learning(*, steps: Numbers, rewards: Numbers, eval_steps: Numbers, held_out:
         return Learning("unknown", "Too early to say whether it learns")
     width = max(FEWEST_STEPS // 2, round(len(known) * END_SHARE))
     first, last = known[:width], known[-width:]
-    return _compared(
+    return _compare(
         "Training reward",
         (*_mean(rewards[first]), int(steps[known[0]])),
         (*_mean(rewards[last]), int(steps[known[-1]])),
     )
 
 
-def _compared(what: str, first: tuple[float, float, int], last: tuple[float, float, int]) -> Learning:
+def _compare(what: str, first: tuple[float, float, int], last: tuple[float, float, int]) -> Learning:
     (was, was_error, was_at), (now, now_error, now_at) = first, last
     told = f"{was:.3f} at step {was_at:,} → {now:.3f} at step {now_at:,}"
     if now == was or abs(now - was) <= SURE * math.hypot(was_error, now_error):
@@ -116,7 +118,7 @@ def _compared(what: str, first: tuple[float, float, int], last: tuple[float, flo
     return Learning("down", f"It gets worse: {what.lower()} {told}")
 
 
-def _mean(values: Numbers) -> tuple[float, float]:
+def _mean(values: FloatArray) -> tuple[float, float]:
     return float(values.mean()), float(values.std(ddof=1) / math.sqrt(len(values)))
 
 
@@ -382,7 +384,7 @@ def _state(end: EndpointStats, *, live: bool) -> str:
         return end.halted
     if not live:
         return "unreachable at the end"
-    tried = end.breaker == State.PROBING.value
+    tried = end.breaker == BreakerState.PROBING.value
     return f"unreachable, {'tried just now' if tried else f'next try within {Breaker.LONGEST_PAUSE_S:g} s'}"
 
 

@@ -78,7 +78,7 @@ TEMPLATES = (
 
 
 @dataclass(frozen=True)
-class Problem:
+class WordProblem:
     """One template with its numbers."""
 
     template: Template
@@ -108,11 +108,11 @@ class Problem:
         return self.template.text.format(name=name, thing=thing, a=self.a, b=self.b, c=self.c)
 
 
-def problems(split: str) -> Iterator[Problem]:
+def problems(split: str) -> Iterator[WordProblem]:
     """Iterate over all combinations of numbers of a split, in a fixed order."""
     for template in TEMPLATES:
         for a, b, c in product(template.begin, SMALL, SMALL):
-            problem = Problem(template, a, b, c)
+            problem = WordProblem(template, a, b, c)
             # Nobody can lose more than they have, and the answer should not be 0.
             if problem.answer > 0 and problem.held_out == (split == "test"):
                 yield problem

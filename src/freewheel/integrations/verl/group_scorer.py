@@ -1,6 +1,6 @@
 """Judges rows and rewards each row with its group: `GroupScorer` in a reward worker, or one per run in a Ray actor.
 
-    Row ─▶ Judge ─▶ Verdict ─▶ GroupCollector ─▶ group ─▶ combine ─▶ each row's reward
+    DecodedRow ─▶ Judge ─▶ Verdict ─▶ GroupCollector ─▶ group ─▶ combine ─▶ each row's reward
                                waits for the rows of its uid, or the deadline
 
     reward worker 0 ──reward(row)──▶ ┌──────────────────────────┐
@@ -34,7 +34,7 @@ from ray.util.scheduling_strategies import (  # type: ignore[import-not-found,un
 
 from freewheel.errors import FreewheelError
 from freewheel.integrations.grouping import Closed, GroupCollector
-from freewheel.integrations.verl.rows import Row, results
+from freewheel.integrations.verl.rows import DecodedRow, results
 from freewheel.integrations.verl.settings import Settings
 from freewheel.judge import Judge
 from freewheel.judge.verdict import Failed, Reason, Scored, Verdict
@@ -85,7 +85,7 @@ class RepeatedLog:
 class _Judged(NamedTuple):
     """A row that waits for its group."""
 
-    row: Row
+    row: DecodedRow
     verdict: Verdict
     answer: asyncio.Future[dict[str, Any]]
 
@@ -109,7 +109,7 @@ class GroupScorer:
         self._means: defaultdict[str, _RuleMeans] = defaultdict(_RuleMeans)
         self._log = RepeatedLog()
 
-    async def reward(self, row: Row) -> dict[str, Any]:
+    async def reward(self, row: DecodedRow) -> dict[str, Any]:
         """Return verl's result for this row. A caller that is cancelled does not take its row from the group."""
         return await asyncio.shield(self._reward(row))
 
@@ -119,7 +119,7 @@ class GroupScorer:
         if self.judge is not None:
             self.judge.close()
 
-    async def _reward(self, row: Row) -> dict[str, Any]:
+    async def _reward(self, row: DecodedRow) -> dict[str, Any]:
         verdict = await self._verdict(row)
         # Only numbers matter from here on: a group that waits, or is remembered, holds no text.
         kept = dataclasses.replace(row, request=None)
@@ -130,7 +130,7 @@ class GroupScorer:
         self._set_timer()
         return await judged.answer
 
-    async def _verdict(self, row: Row) -> Verdict:
+    async def _verdict(self, row: DecodedRow) -> Verdict:
         if row.failure:
             return Failed(RULE_FAILED.reason if row.rule is None else Reason.ENGINE.value, 0, row.failure)
         if row.request is None or self.judge is None:
@@ -247,7 +247,7 @@ class GroupScorerActor:
         self._scorer = GroupScorer(settings)
         self._answers: OrderedDict[str, asyncio.Future[dict[str, Any]]] = OrderedDict()
 
-    async def reward(self, row: Row) -> dict[str, Any]:
+    async def reward(self, row: DecodedRow) -> dict[str, Any]:
         """Return verl's result for this row. A row that is sent again, because the reply was lost, is still one row."""
         if row.id not in self._answers:
             self._answers[row.id] = asyncio.ensure_future(self._scorer.reward(row))
@@ -265,7 +265,7 @@ class SharedGroupScorer:
         self._finding = asyncio.Lock()
         self._log = RepeatedLog()
 
-    async def reward(self, row: Row) -> dict[str, Any]:
+    async def reward(self, row: DecodedRow) -> dict[str, Any]:
         """Return verl's result for this row. Raises `ScorerLost` if the actor keeps dying."""
         actor, pause_s, reason = None, FIRST_PAUSE_S, ""
         for _ in range(DEATHS):

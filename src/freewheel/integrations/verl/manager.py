@@ -6,7 +6,7 @@
 
 verl makes one in each reward worker and awaits `run_single` for each response as soon as it is generated.
 
-    DataProto ─▶ decode ─▶ compute_score ─▶ Row ─▶ GroupScorer (here, or the run's actor) ─▶ reward, extra info
+    DataProto ─▶ decode ─▶ compute_score ─▶ DecodedRow ─▶ GroupScorer (here, or the run's actor) ─▶ reward, extra info
                  (threads)  (threads, or awaited)     waits for the judge, then for the group
 """
 
@@ -31,7 +31,7 @@ from freewheel.integrations.verl.group_scorer import (
     SharedGroupScorer,
     plain_rule,
 )
-from freewheel.integrations.verl.rows import Row, plain, question_of, response_length, score_info, truth_of
+from freewheel.integrations.verl.rows import DecodedRow, plain, question_of, response_length, score_info, truth_of
 from freewheel.integrations.verl.settings import Settings
 from freewheel.rewards.rules import rule_score
 from freewheel.rewards.scoring import Sample, as_scored, judge_requests
@@ -76,7 +76,7 @@ class FreewheelRewardManager(RewardManagerBase):  # type: ignore[misc,unused-ign
             alone = dataclasses.replace(row, sample=sample, sizes=(1,), request=None, failure="the reward actor died")
             return await GroupScorer(self.settings.without_judge()).reward(alone)
 
-    async def _row(self, item: Any) -> Row:
+    async def _row(self, item: Any) -> DecodedRow:
         columns = item.non_tensor_batch
         row_id = uuid.uuid4().hex
         uid = columns.get("uid")
@@ -101,7 +101,7 @@ class FreewheelRewardManager(RewardManagerBase):  # type: ignore[misc,unused-ign
             question=question_of(columns),
             extra_info=info,
         )
-        row = Row(row_id, sample, (1,) if uid is None else sizes, rule=None, request=None)
+        row = DecodedRow(row_id, sample, (1,) if uid is None else sizes, rule=None, request=None)
         try:
             decode = self.tokenizer.decode
             text = await asyncio.to_thread(decode, response_ids[:length], skip_special_tokens=True)

@@ -1,6 +1,6 @@
-"""Rows from and to verl: a `DataProto` of one row becomes a `Row`, and rewards become what verl collates.
+"""Rows from and to verl: a `DataProto` of one row becomes a `DecodedRow`, and rewards become what verl collates.
 
-    DataProto (1 row) ─▶ Sample ─▶ compute_score ─▶ Row ─▶ GroupScorer ─▶ {"reward_score", "reward_extra_info"}
+    DataProto (1 row) ─▶ Sample ─▶ compute_score ─▶ DecodedRow ─▶ GroupScorer ─▶ {"reward_score", "reward_extra_info"}
 
 Also `LegacyRewardManager`: verl up to 0.6 takes whole batches and averages every column of the extra info.
 """
@@ -24,7 +24,7 @@ from freewheel.rewards.scoring import Rewards, Sample
 
 
 @dataclass(frozen=True)
-class Row:
+class DecodedRow:
     """One response, decoded and scored by the rule, not yet judged."""
 
     id: str
@@ -95,7 +95,9 @@ def plain(value: Any) -> float | int | str | None:
     return json.dumps(value, default=str)
 
 
-def results(rows: Sequence[Row], rewards: Rewards, accuracy: Sequence[float], *, whole: bool) -> list[dict[str, Any]]:
+def results(
+    rows: Sequence[DecodedRow], rewards: Rewards, accuracy: Sequence[float], *, whole: bool
+) -> list[dict[str, Any]]:
     """Return verl's result for each row of a group: always the same keys, with plain, finite values.
 
     A failed row's `openai_quality_reward` and `raw_reward` are the means of its group's scored rows, like its reward:

@@ -1,6 +1,6 @@
 """The behaviour of the mock judge: its profile, its decisions and its replies. No I/O; the caller passes the time.
 
-    request ──▶ outage? ──▶ burst? ──▶ key, body, model, quota, length ──▶ in flight? ──▶ rates? ──▶ Plan
+    request ──▶ outage? ──▶ burst? ──▶ key, body, model, quota, length ──▶ in flight? ──▶ rates? ──▶ AdmittedRequest
                   ▼           ▼                       ▼                        └──────┬──────┘
            None, Refusal 503  Refusal 429             Refusal 4xx                     ▼ Refusal 429
 
@@ -337,7 +337,7 @@ _TWO_TO_53 = 2**53
 """Number of equally spaced doubles in [0, 1): 53 bits of a hash make one of them."""
 
 
-class Plan(msgspec.Struct, frozen=True):
+class AdmittedRequest(msgspec.Struct, frozen=True):
     """An admitted request."""
 
     service_s: float
@@ -353,7 +353,7 @@ class Refusal(msgspec.Struct, frozen=True):
     headers: Headers = {}
 
 
-def plan_for(profile: JudgeProfile, content: Content, attempt: int, faults_so_far: int = 0) -> Plan:
+def plan_for(profile: JudgeProfile, content: Content, attempt: int, faults_so_far: int = 0) -> AdmittedRequest:
     """Plan the attempt-th admitted request (from 0) for this content."""
     # Two independent numbers in [0, 1), the same on every machine.
     bits = blake2b(content.digest + f"{profile.seed}:{attempt}".encode(), digest_size=16).digest()
@@ -367,7 +367,7 @@ def plan_for(profile: JudgeProfile, content: Content, attempt: int, faults_so_fa
         location = log(service_s) - profile.sigma**2 / 2  # so that the mean, not the median, is latency_s
         # The quantile of 0 is minus infinity, so move half a step up.
         service_s = exp(location + profile.sigma * _STANDARD_NORMAL.inv_cdf(pace or 0.5 / _TWO_TO_53))
-    return Plan(service_s, fault)
+    return AdmittedRequest(service_s, fault)
 
 
 class RateLimits:
@@ -422,7 +422,7 @@ class Behaviour:
         """Whether the judge is away. Never before the first request."""
         return _is_inside(self.profile.outages, now - self._began)
 
-    def decide(self, now: float, ask: Ask | None, authorization: str | None = None) -> Plan | Refusal | None:
+    def decide(self, now: float, ask: Ask | None, authorization: str | None = None) -> AdmittedRequest | Refusal | None:
         """Decide about one request. `ask` is None if the body is not a chat request. Returns None if the connection
         must be aborted."""
         counts = self.counts

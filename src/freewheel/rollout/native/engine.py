@@ -1,13 +1,13 @@
 """`NativeEngine`: the engine protocol over a thread that decodes.
 
     event loop                                   thread
-    generate ── InFlightRequest ──▶ commands ──▶ DecodeLoop.add ─▶ Scheduler: waiting ─▶ slot ─▶ free again
+    generate ── InFlightGeneration ─▶ commands ─▶ DecodeLoop.add ─▶ Scheduler: waiting ─▶ slot ─▶ free again
                                     turn():      admit ─▶ prefill what is missing ─▶ place ─▶ step (one token a slot)
-    InFlightRequest.get ◀── one call a step ◀─── responses of the samples that ended
+    InFlightGeneration.get ◀── one call a step ◀ responses of the samples that ended
     update_weights, a caller that left ──▶ between two steps; the answer comes back as a future
 
 The thread waits for a command while it is idle. A caller waits for its request: for a response, an error, the
-end of the thread, or the watch of `RequestTracker`.
+end of the thread, or the watch of `GenerationTracker`.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from freewheel.data.group import Finish, Response
 from freewheel.rollout.engine import (
     EngineError,
     EngineStats,
-    Event,
     GenerationAborted,
+    GenerationEvent,
     GenerationRequest,
-    InFlightRequest,
-    RequestTracker,
+    GenerationTracker,
+    InFlightGeneration,
     generated_response,
 )
-from freewheel.rollout.engines import NativeFactory
+from freewheel.rollout.engine_factories import NativeFactory
 from freewheel.rollout.native.runner import (
     Placing,
     Prefilled,
@@ -91,7 +91,7 @@ class NativeEngine:
             raise UnsupportedModel(model, str(error)) from error
         self._model = model
         self._loop = DecodeLoop(runner, slots=slots, clock=clock)
-        self._requests = RequestTracker(
+        self._requests = GenerationTracker(
             slots=slots,
             max_prompt_tokens=max_prompt_tokens,
             max_new_tokens=max_new_tokens,
@@ -115,10 +115,10 @@ class NativeEngine:
     def generate(self, request: GenerationRequest) -> AsyncIterator[tuple[int, Response]]:
         return self._requests.serve(request, self._start, self._stop)
 
-    def _start(self, entry: InFlightRequest) -> None:
+    def _start(self, entry: InFlightGeneration) -> None:
         self._send(lambda: self._loop.add(entry))
 
-    def _stop(self, entry: InFlightRequest) -> None:
+    def _stop(self, entry: InFlightGeneration) -> None:
         if entry.missing and self._open:
             self._send(lambda: self._loop.forget(entry))
 
@@ -188,7 +188,7 @@ class NativeEngine:
                 answer.set_exception(error)
 
 
-def _deliver(events: Sequence[tuple[InFlightRequest, Event]]) -> None:
+def _deliver(events: Sequence[tuple[InFlightGeneration, GenerationEvent]]) -> None:
     """Put events into their requests from the engine's thread, with one call of the event loop."""
 
     def put_all() -> None:
@@ -208,9 +208,11 @@ class DecodeLoop:
 
     def __init__(self, runner: Runner, *, slots: int, clock: Callable[[], float]) -> None:
         self._runner = runner
-        self._scheduler: Scheduler[InFlightRequest] = Scheduler(slots=slots, refill=NativeFactory().refill_slots(slots))
+        self._scheduler: Scheduler[InFlightGeneration] = Scheduler(
+            slots=slots, refill=NativeFactory().refill_slots(slots)
+        )
         self._clock = clock
-        self._prefilled: dict[InFlightRequest, Prefilled] = {}
+        self._prefilled: dict[InFlightGeneration, Prefilled] = {}
         self._progress_at: float | None = None
         """When the last token was made. None while no token is expected: when idle, and during an update."""
         self.stopped = False
@@ -246,7 +248,7 @@ class DecodeLoop:
 
     # -- commands -----------------------------------------------------------------------------------------------------
 
-    def add(self, entry: InFlightRequest) -> None:
+    def add(self, entry: InFlightGeneration) -> None:
         self._scheduler.add(entry, len(entry.request.samples))
 
     def stop(self) -> None:
@@ -263,7 +265,7 @@ class DecodeLoop:
             self._progress_at = self._clock() if is_decoding else None
         return held
 
-    def forget(self, entry: InFlightRequest) -> None:
+    def forget(self, entry: InFlightGeneration) -> None:
         """Drop a request whose caller is gone."""
         self._prefilled.pop(entry, None)
         self._runner.free(self._scheduler.drop(entry))
@@ -290,7 +292,7 @@ class DecodeLoop:
         self._busy_s += time.perf_counter() - began_s
         _deliver(events)
 
-    def _enter(self, placements: Sequence[Placement[InFlightRequest]]) -> None:
+    def _enter(self, placements: Sequence[SlotAssignment[InFlightGeneration]]) -> None:
         needed = dict.fromkeys(p.request for p in placements)
         missing = [entry for entry in needed if entry not in self._prefilled]
         while missing:
@@ -304,7 +306,7 @@ class DecodeLoop:
                 del self._prefilled[entry]  # all its samples have entered
         self._runner.place(entering)
 
-    def _prefill(self, missing: list[InFlightRequest]) -> list[InFlightRequest]:
+    def _prefill(self, missing: list[InFlightGeneration]) -> list[InFlightGeneration]:
         """Run one prefill of the first request's bucket, filled up with waiting requests of that bucket.
 
         Returns the missing requests that it did not cover.
@@ -318,15 +320,15 @@ class DecodeLoop:
         self._prompt_tokens += sum(map(len, prompts))
         return [entry for entry in missing if entry not in self._prefilled]
 
-    def _bucket(self, entry: InFlightRequest) -> int:
+    def _bucket(self, entry: InFlightGeneration) -> int:
         return self._runner.bucket(entry.request.prompt)
 
     # -- results of a step --------------------------------------------------------------------------------------------
 
-    def _responses(self, ended: Sequence[tuple[int, Finish]]) -> list[tuple[InFlightRequest, Event]]:
+    def _responses(self, ended: Sequence[tuple[int, Finish]]) -> list[tuple[InFlightGeneration, GenerationEvent]]:
         slots = [slot for slot, _ in ended]
-        events: list[tuple[InFlightRequest, Event]] = []
-        bad: set[InFlightRequest] = set()
+        events: list[tuple[InFlightGeneration, GenerationEvent]] = []
+        bad: set[InFlightGeneration] = set()
         for (slot, finish), out in zip(ended, self._runner.take(slots), strict=True):
             entry, index = self._scheduler.release(slot)
             events.append((entry, (index, generated_response(out.tokens, out.logprobs, out.versions, finish))))
@@ -342,7 +344,7 @@ class DecodeLoop:
             events.append((entry, EngineError(f"request {entry.request.id!r}: {message}")))
         return events
 
-    def _collapse(self, error: Exception) -> list[tuple[InFlightRequest, Event]]:
+    def _collapse(self, error: Exception) -> list[tuple[InFlightGeneration, GenerationEvent]]:
         entries = self._scheduler.started()
         for entry in entries:
             self.forget(entry)
@@ -353,7 +355,7 @@ class DecodeLoop:
 
 
 @dataclass(frozen=True)
-class Placement(Generic[Key]):
+class SlotAssignment(Generic[Key]):
     """A sample that gets a slot."""
 
     request: Key
@@ -392,15 +394,15 @@ class Scheduler(Generic[Key]):
     def add(self, request: Key, samples: int) -> None:
         self._waiting.extend((request, index) for index in range(samples))
 
-    def admit(self) -> list[Placement[Key]]:
+    def admit(self) -> list[SlotAssignment[Key]]:
         """Fill free slots, unless only a few are free: a prefill has a fixed cost."""
-        placed: list[Placement[Key]] = []
+        placed: list[SlotAssignment[Key]] = []
         if self._held and len(self._free) < min(self._refill, self.waiting):
             return placed
         while self._free and self._waiting:
             slot = heapq.heappop(self._free)
             request, index = self._held[slot] = self._waiting.popleft()
-            placed.append(Placement(request, index, slot))
+            placed.append(SlotAssignment(request, index, slot))
         return placed
 
     def upcoming(self) -> Iterable[Key]:

@@ -2,7 +2,7 @@
 
     prefill(prompts) ─▶ Prefilled ──place(slots)──▶ KV, token, position, parameters of the slot
     step(): forward of all rows ─▶ sample_tokens ─▶ log of the last tokens ─▶ which slots ended, and why
-    take(slots) ─▶ Output(tokens, logprobs, versions)
+    take(slots) ─▶ SlotOutput(tokens, logprobs, versions)
 
 A prompt's last token is not prefilled: it is the first input of the decode loop, so every token of a response comes
 from the same step at the same shapes.
@@ -83,7 +83,7 @@ class Placing:
 
 
 @dataclass(frozen=True)
-class Output:
+class SlotOutput:
     """The tokens of a slot's sample."""
 
     tokens: Array
@@ -284,7 +284,7 @@ class Runner:
         ended = np.flatnonzero(full | stopped)
         return [(slot, "stop" if stopped[slot] else "length") for slot in ended.tolist()]
 
-    def take(self, slots: Sequence[int]) -> list[Output]:
+    def take(self, slots: Sequence[int]) -> list[SlotOutput]:
         """Copy out the tokens of the slots' samples."""
         if len(slots) == 0:
             return []
@@ -300,7 +300,7 @@ class Runner:
         for row, first in enumerate((len(steps) - counts).tolist()):
             mine = logprobs[row, first:]
             outputs.append(
-                Output(tokens[row, first:], mine, versions[first:].copy(), sound or bool(np.isfinite(mine).all()))
+                SlotOutput(tokens[row, first:], mine, versions[first:].copy(), sound or bool(np.isfinite(mine).all()))
             )
         return outputs
 
@@ -352,17 +352,17 @@ class Runner:
 def splitmix64(seeds: Tensor, index: Tensor) -> Tensor:
     """Return the `index`-th output of splitmix64 for each seed, as int64 bit patterns."""
     x = seeds + (index + 1) * _GOLDEN
-    x = (x ^ _shifted(x, 30)) * _MIX_1
-    x = (x ^ _shifted(x, 27)) * _MIX_2
-    return x ^ _shifted(x, 31)
+    x = (x ^ _shift_right(x, 30)) * _MIX_1
+    x = (x ^ _shift_right(x, 27)) * _MIX_2
+    return x ^ _shift_right(x, 31)
 
 
 def uniform(seeds: Tensor, index: Tensor) -> Tensor:
     """Return a float64 in [0, 1) for each (seed, index)."""
-    return _shifted(splitmix64(seeds, index), 64 - _DRAW_BITS).double() * 2.0**-_DRAW_BITS
+    return _shift_right(splitmix64(seeds, index), 64 - _DRAW_BITS).double() * 2.0**-_DRAW_BITS
 
 
-def _shifted(x: Tensor, bits: int) -> Tensor:
+def _shift_right(x: Tensor, bits: int) -> Tensor:
     """Logical shift to the right. torch's own shift copies the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
@@ -396,7 +396,7 @@ def sample_tokens(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
     if rows.any_random:
         probs = logprobs.exp()
         if rows.any_truncated:
-            probs = probs.masked_fill(_truncated(probs, rows.top_p, rows.top_k), 0.0)
+            probs = probs.masked_fill(_mask_tail(probs, rows.top_p, rows.top_k), 0.0)
         tokens = _inverse_cdf(probs, uniform(rows.seeds, rows.index))
         if rows.any_greedy:
             tokens = torch.where(rows.greedy, scores.argmax(dim=-1), tokens)
@@ -413,7 +413,7 @@ def _inverse_cdf(probs: Tensor, draws: Tensor) -> Tensor:
     return found.clamp_(max=probs.shape[-1] - 1)  # only a row of NaN gets there
 
 
-def _truncated(probs: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
+def _mask_tail(probs: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
     """Return which tokens top_k, and then top_p over the rest, remove. The likeliest token always stays."""
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(probs.shape[-1], device=probs.device)
@@ -514,7 +514,7 @@ def load_weights(model: nn.Module, weights: Mapping[str, Any]) -> dict[str, Tens
 def _check_weights(own: Mapping[str, Tensor], weights: Mapping[str, Any]) -> None:
     unknown = sorted(set(weights) - set(own))
     if unknown:
-        raise ValueError(f"weights: {_listed(unknown)} not in the model; send what its state_dict names")
+        raise ValueError(f"weights: {_list_names(unknown)} not in the model; send what its state_dict names")
     for name, tensor in weights.items():
         if tuple(tensor.shape) != tuple(own[name].shape):
             raise ValueError(
@@ -523,7 +523,7 @@ def _check_weights(own: Mapping[str, Tensor], weights: Mapping[str, Any]) -> Non
     given = {own[name].data_ptr(): name for name in weights}
     missing = sorted(name for name, tensor in own.items() if tensor.numel() and tensor.data_ptr() not in given)
     if missing:
-        raise ValueError(f"weights: {_listed(missing)} missing; send all parameters (tied ones once)")
+        raise ValueError(f"weights: {_list_names(missing)} missing; send all parameters (tied ones once)")
     for name, tensor in weights.items():
         twin = given[own[name].data_ptr()]
         if twin != name and not torch.equal(_bytes(tensor), _bytes(weights[twin])):
@@ -536,6 +536,6 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)  # NaN equals NaN here
 
 
-def _listed(names: list[str]) -> str:
+def _list_names(names: list[str]) -> str:
     more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
     return ", ".join(names[:NAMES_SHOWN]) + more

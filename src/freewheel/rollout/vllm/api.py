@@ -56,7 +56,7 @@ DETAIL_CHARS = 600
 """Characters shown of vLLM's message about refused settings."""
 
 
-def installed() -> str | None:
+def find_release() -> str | None:
     """Return the installed release; None if there is none."""
     for name in DISTRIBUTIONS:
         try:
@@ -68,7 +68,7 @@ def installed() -> str | None:
 
 def require() -> None:
     """Raise if no usable vLLM is installed. Does not import it."""
-    found = installed()
+    found = find_release()
     if found is None:
         raise ConfigError("rollout.engine", "vllm", f"vLLM is not installed: {INSTALL}; or rollout.engine=native")
     release = re.match(r"(\d+)\.(\d+)", found)
@@ -180,7 +180,7 @@ def sampling_params(sample: SamplingParams, *, seeded: bool) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Output:
+class SampleOutput:
     """A sample in vLLM's terms, complete or partial."""
 
     tokens: Sequence[int]
@@ -211,7 +211,7 @@ class Llm:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    async def output(self, name: str, prompt: list[int], sample: SamplingParams, *, salt: str) -> Output:
+    async def output(self, name: str, prompt: list[int], sample: SamplingParams, *, salt: str) -> SampleOutput:
         """Return a whole sample. Requests share cached prompts only if their `salt` is equal."""
         from vllm.inputs import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -225,7 +225,7 @@ class Llm:
             raise EngineDied(DEATH) from error
         one = made.outputs[0]
         logprobs = [one.logprobs.logprobs[start] for start in one.logprobs.start_indices]
-        return Output(one.token_ids, logprobs, one.finish_reason)
+        return SampleOutput(one.token_ids, logprobs, one.finish_reason)
 
     async def abort(self, name: str) -> None:
         await self._llm.abort(name)

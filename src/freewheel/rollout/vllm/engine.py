@@ -2,7 +2,7 @@
 
     event loop                                              vLLM's engine core, a separate process
     generate ─ one request per sample ─▶ Llm.submit ──────▶ scheduler ─▶ step, step, …
-    InFlightRequest.get ◀─ responses, with versions ◀─ Llm.versions ◀── batches of new tokens
+    InFlightGeneration.get ◀─ responses, with versions ◀─ Llm.versions ◀── batches of new tokens
     update_weights ─▶ pause ─▶ start, buckets, finish ─▶ resume ─▶ (verify)      requests are kept, with their KV
 
 A sample waits for its output; its end, a caller that leaves, the watch or the core's death unblock it. An update
@@ -42,11 +42,11 @@ from freewheel.rollout.engine import (
     EngineStats,
     GenerationAborted,
     GenerationRequest,
-    InFlightRequest,
-    RequestTracker,
+    GenerationTracker,
+    InFlightGeneration,
     generated_response,
 )
-from freewheel.rollout.engines import (
+from freewheel.rollout.engine_factories import (
     NUMBER_BYTES,
     EngineFactory,
     EngineSettings,
@@ -58,8 +58,8 @@ from freewheel.rollout.engines import (
     load_model_config,
 )
 from freewheel.rollout.vllm import api
-from freewheel.rollout.vllm.api import Output
-from freewheel.rollout.vllm.remote import RemoteLlm, Server, find_server
+from freewheel.rollout.vllm.api import SampleOutput
+from freewheel.rollout.vllm.remote import RemoteLlm, RemoteServer, find_server
 from freewheel.rollout.vllm.transfer import BACKENDS, ROLLOUTER, WORKER_EXTENSION, ship, whole_sum
 from freewheel.sync.weights import AnyWeights, Weights, pack
 from freewheel.utils.waiting import Stopwatch
@@ -133,14 +133,14 @@ class VllmEngine:
         self.version = version
         # Not the version: a server's cache outlives this engine, and a version number may return with other weights.
         self._salt = secrets.token_hex(8)
-        self._requests = RequestTracker(
+        self._requests = GenerationTracker(
             slots=slots,
             max_prompt_tokens=max_prompt_tokens,
             max_new_tokens=max_new_tokens,
             vocabulary=vocabulary,
             idle_s=self._idle_s,
         )
-        self._samples: dict[InFlightRequest, list[asyncio.Task[None]]] = {}
+        self._samples: dict[InFlightGeneration, list[asyncio.Task[None]]] = {}
         self._live: set[str] = set()
         """Samples that are not done."""
         self._tasks: set[asyncio.Future[Any]] = set()
@@ -169,7 +169,7 @@ class VllmEngine:
     def generate(self, request: GenerationRequest) -> AsyncIterator[tuple[int, Response]]:
         return self._requests.serve(request, self._start, self._stop)
 
-    def _start(self, entry: InFlightRequest) -> None:
+    def _start(self, entry: InFlightGeneration) -> None:
         self._check_open()
         if self._initial is not None and self._priming is None:
             self._priming = self._run_task(self._prime())
@@ -179,7 +179,7 @@ class VllmEngine:
             asyncio.create_task(self._sample(entry, index, prompt)) for index in range(len(entry.request.samples))
         ]
 
-    def _stop(self, entry: InFlightRequest) -> None:
+    def _stop(self, entry: InFlightGeneration) -> None:
         for sample in self._samples.pop(entry, ()):
             sample.cancel()
 
@@ -208,7 +208,7 @@ class VllmEngine:
 
     # -- one sample ---------------------------------------------------------------------------------------------------
 
-    async def _sample(self, entry: InFlightRequest, index: int, prompt: list[int]) -> None:
+    async def _sample(self, entry: InFlightGeneration, index: int, prompt: list[int]) -> None:
         """Put the response, or the error that ended it, into the request's inbox."""
         name = f"{entry.request.id}/{index}"
         self._live.add(name)
@@ -238,7 +238,7 @@ class VllmEngine:
         self._progress = None, self._busy.elapsed_s  # an end is progress too
         self._busy.run(bool(self._live) and not self._is_paused)
 
-    def _response(self, name: str, output: Output) -> Response:
+    def _response(self, name: str, output: SampleOutput) -> Response:
         tokens = np.asarray(output.tokens, np.int32)
         logprobs = np.asarray(output.logprobs, np.float32)
         finish = FINISHES.get(output.finish)
@@ -580,7 +580,7 @@ def _check_arguments(settings: EngineSettings, model_config: Any) -> dict[str, A
     )
 
 
-def _check_server(settings: EngineSettings, model_config: Any, url: str) -> Server:
+def _check_server(settings: EngineSettings, model_config: Any, url: str) -> RemoteServer:
     return find_server(url, settings.prompt_limit(model_config) + settings.max_new_tokens, settings.dtype)
 
 

@@ -23,7 +23,7 @@ import aiohttp
 
 from freewheel.errors import ConfigError
 from freewheel.rollout.engine import EngineDied, EngineError, SamplingParams
-from freewheel.rollout.vllm.api import Output, TokenVersions
+from freewheel.rollout.vllm.api import SampleOutput, TokenVersions
 
 KEY = "rollout.urls"
 LOOK_S = 10.0
@@ -43,7 +43,7 @@ START = (
 
 
 @dataclass(frozen=True)
-class Server:
+class RemoteServer:
     """A server's description of itself."""
 
     url: str
@@ -51,7 +51,7 @@ class Server:
     """The model's name on the server."""
 
 
-def find_server(url: str, max_model_len: int, dtype: str) -> Server:
+def find_server(url: str, max_model_len: int, dtype: str) -> RemoteServer:
     """Return the server. Raises if it cannot be reached, its context is too short, it cannot load weights, or it
     computes in another dtype than the run."""
     url = url.rstrip("/")
@@ -71,7 +71,7 @@ def find_server(url: str, max_model_len: int, dtype: str) -> Server:
     if served_as != dtype:
         remedy = f"start it with --dtype {dtype}, or give model.dtype={served_as}"
         raise ConfigError(KEY, url, f"it serves {served_as}, and the run has {dtype}: {remedy}")
-    return Server(url, served["id"])
+    return RemoteServer(url, served["id"])
 
 
 def _ask(url: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
@@ -90,7 +90,7 @@ def _ask(url: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
 class RemoteLlm:
     """One server. Called from one event loop."""
 
-    def __init__(self, server: Server, *, version: int, on_death: Callable[[], None]) -> None:
+    def __init__(self, server: RemoteServer, *, version: int, on_death: Callable[[], None]) -> None:
         self.versions = TokenVersions(version)
         self._server = server
         self._on_death = on_death
@@ -100,7 +100,7 @@ class RemoteLlm:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    async def output(self, name: str, prompt: list[int], sample: SamplingParams, *, salt: str) -> Output:
+    async def output(self, name: str, prompt: list[int], sample: SamplingParams, *, salt: str) -> SampleOutput:
         """Return a whole sample. Cancelling the call ends the request: the server sees the connection close."""
         self._made[name] = 0
         tokens: list[int] = []
@@ -113,7 +113,7 @@ class RemoteLlm:
                     logprobs += made.logprobs
                     finish = made.finish
                     self._made[name] = len(tokens)
-            return Output(tokens, logprobs, finish)
+            return SampleOutput(tokens, logprobs, finish)
         finally:
             del self._made[name]
 
@@ -134,7 +134,7 @@ class RemoteLlm:
             "stream": True,
         }
 
-    async def _events(self, body: dict[str, Any]) -> AsyncGenerator[Output, None]:
+    async def _events(self, body: dict[str, Any]) -> AsyncGenerator[SampleOutput, None]:
         ended = False
         try:
             async with self._open().post(f"{self._server.url}/v1/completions", json=body) as answer:
@@ -147,7 +147,7 @@ class RemoteLlm:
                         for choice in event["choices"]:
                             ended = choice["finish_reason"] is not None
                             scores = (choice.get("logprobs") or {}).get("token_logprobs") or ()
-                            yield Output(choice.get("token_ids") or (), scores, choice["finish_reason"])
+                            yield SampleOutput(choice.get("token_ids") or (), scores, choice["finish_reason"])
                         await asyncio.sleep(0)  # a response that has arrived whole must not delay others
         except aiohttp.ClientError as error:
             raise self._died(error) from error

@@ -40,7 +40,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.platforms import current_platform
 
 from freewheel.rollout.vllm.transfer import BACKENDS, ROLLOUTER
-from freewheel.sync.broadcast import GROUP_S, Header, Kind, TorchGroup, receive
+from freewheel.sync.broadcast import GROUP_S, GroupKind, Header, TorchGroup, receive
 from freewheel.sync.device import MAPPINGS, Owner
 from freewheel.sync.weights import SUM_BITS, Entry, content_sum
 from freewheel.utils.processes import end_with
@@ -305,7 +305,7 @@ class GroupUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
     """A version that the trainer broadcasts. `port` 0 means to the existing group."""
 
     key: int
-    kind: Kind
+    kind: GroupKind
     address: str
     port: int
     size: int
@@ -327,12 +327,12 @@ class GroupReceiving(Receiving):
         self._key = update_info.key
         try:
             with self._sound():
-                receive(self._joined(update_info), self)
+                receive(self._join_group(update_info), self)
         except BaseException:
             self.shutdown()  # the group's members no longer agree on the next broadcast
             raise
 
-    def _joined(self, update: GroupUpdate) -> TorchGroup:
+    def _join_group(self, update: GroupUpdate) -> TorchGroup:
         if update.port:
             self.shutdown()
             self._group = TorchGroup(

@@ -1,8 +1,8 @@
-"""`Plan`: what a config means on a machine, in numbers, before anything starts.
+"""`RunPlan`: what a config means on a machine, in numbers, before anything starts.
 
     TrainConfig ┐
-    Machine     ├─ resolve ─▶ Plan ─▶ FullyAsyncMain and its actors (devices, replicas, slots, tokens)
-    ModelSize   ┘                └── render ─▶ `freewheel train --dry-run`
+    Machine     ├─ resolve ─▶ RunPlan ─▶ FullyAsyncMain and its actors (devices, replicas, slots, tokens)
+    ModelSize   ┘                   └── render ─▶ `freewheel train --dry-run`
 
 Pure. It leaves out what it does not know (the model's size, the number of prompts). `problems` has the reasons why the
 run cannot start on this machine; `check` raises the first of them.
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from freewheel.errors import ConfigError
 from freewheel.queue.staleness import Bounds
 from freewheel.rewards.config import as_config
-from freewheel.rollout.engines import NUMBER_BYTES, GpuShare, find_engine
+from freewheel.rollout.engine_factories import NUMBER_BYTES, GpuShare, find_engine
 from freewheel.runtime.config import AsyncTrainingConfig, TrainConfig, held_out_file
 from freewheel.runtime.model_size import ModelSize, replica_memory, trainer_memory
 from freewheel.runtime.placement import Device, Machine, Placement, place
@@ -43,7 +43,7 @@ _WAYS = {"object_store": "through host memory", "ipc": "within the GPU", "nccl":
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(Placement):
+class RunPlan(Placement):
     """A run's numbers: which part runs where (`Placement`), and what it does there. Actors receive the whole plan."""
 
     config: TrainConfig
@@ -118,7 +118,9 @@ class Plan(Placement):
             raise self.problems[0]
 
 
-def resolve(config: TrainConfig, machine: Machine, *, model: ModelSize | None = None, rows: int | None = None) -> Plan:
+def resolve(
+    config: TrainConfig, machine: Machine, *, model: ModelSize | None = None, rows: int | None = None
+) -> RunPlan:
     """Resolve every `auto`. `model` and `rows` make memory and epochs known."""
     placed = place(config, machine)
     max_new_tokens = _max_new_tokens(config)
@@ -141,7 +143,7 @@ def resolve(config: TrainConfig, machine: Machine, *, model: ModelSize | None = 
             config, model, dtype=placed.dtype, longest_tokens=tokens, processes=placed.world_size
         )
         memory_replica = _replica_memory(config, machine, placed, model, tokens)
-    plan = Plan(
+    plan = RunPlan(
         **{**vars(placed), "problems": tuple(problems)},
         config=config,
         machine=machine,
@@ -176,7 +178,7 @@ def _max_new_tokens(config: TrainConfig) -> int:
     return get_task(config.data.task).max_new_tokens
 
 
-def _notes(plan: Plan) -> Iterator[str]:
+def _notes(plan: RunPlan) -> Iterator[str]:
     config, machine = plan.config, plan.machine
     a, r, bounds = config.async_training, config.rollout, config.bounds
     gpu = min((one.memory_bytes for one in machine.gpus), default=0)
@@ -219,7 +221,7 @@ def _notes(plan: Plan) -> Iterator[str]:
 _Rows = list[tuple[str, str]]
 
 
-def render(plan: Plan, concerns: Sequence[Finding] = ()) -> Text:
+def render(plan: RunPlan, concerns: Sequence[Finding] = ()) -> Text:
     """Return the plan for a terminal, or `.plain`. `concerns`: findings of `freewheel doctor` about this run."""
     from rich.text import Text
 
@@ -239,7 +241,7 @@ def render(plan: Plan, concerns: Sequence[Finding] = ()) -> Text:
     return text
 
 
-def _sections(plan: Plan, concerns: Sequence[Finding]) -> Iterator[tuple[str, str, _Rows]]:
+def _sections(plan: RunPlan, concerns: Sequence[Finding]) -> Iterator[tuple[str, str, _Rows]]:
     """Title, colour and rows. One title may have rows of two colours."""
     yield "Run", "", _run(plan)
     yield "Actors", "", _actors(plan)
@@ -256,7 +258,7 @@ def _concern(finding: Finding) -> str:
     return f"{finding.what}: {finding.detail}" + (f" → {finding.remedy}" if finding.remedy else "")
 
 
-def _run(plan: Plan) -> _Rows:
+def _run(plan: RunPlan) -> _Rows:
     c, m = plan.config, plan.machine
     gpus = ", ".join(f"{gpu.name} ({size(gpu.memory_bytes)})" for gpu in m.gpus) or "no GPU"
     cluster = f"Ray cluster at {c.ray.address}; here: " if c.ray.address else ""
@@ -269,7 +271,7 @@ def _run(plan: Plan) -> _Rows:
     ]
 
 
-def _actors(plan: Plan) -> _Rows:
+def _actors(plan: RunPlan) -> _Rows:
     config = plan.config
     training = plan.dtype + ", FSDP2" * (plan.world_size > 1)
     generating = find_engine(config.rollout.engine).describe(config.rollout, plan.slots)
@@ -296,7 +298,7 @@ def _actor(name: str, count: int, device: Device, gpus: float, threads: int, det
     return label, f"{where}, {detail}" + (f", {count_of(threads, 'thread')}" if device == "cpu" else "")
 
 
-def _batch(plan: Plan) -> _Rows:
+def _batch(plan: RunPlan) -> _Rows:
     c, groups = plan.config, plan.config.trainer.groups_per_step
     most = plan.samples_per_step * plan.tokens_per_sample
     rows = [
@@ -322,7 +324,7 @@ def _batch(plan: Plan) -> _Rows:
     return [(label if label else " ", text) for label, text in rows]
 
 
-def _staleness(plan: Plan) -> _Rows:
+def _staleness(plan: RunPlan) -> _Rows:
     b = plan.bounds
     every = "each step" if b.steps_per_version == 1 else f"every {b.steps_per_version} steps"
     how = "once nothing is in progress" if b.drain else "between two tokens of what is in flight"
@@ -344,7 +346,7 @@ def _staleness(plan: Plan) -> _Rows:
     return rows
 
 
-def _memory(plan: Plan) -> _Rows:
+def _memory(plan: RunPlan) -> _Rows:
     if not plan.memory_trainer:
         return [("", "not known: the model's files are not here, or do not say its size")]
     return [("trainer", _parts(plan.memory_trainer)), ("a rollouter", _parts(plan.memory_replica))]

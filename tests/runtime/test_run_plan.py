@@ -22,7 +22,7 @@ from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.config_files import compose, to_config
 from freewheel.runtime.model_size import ModelSize, find_folder, read_model_size
 from freewheel.runtime.placement import Gpu, Machine
-from freewheel.runtime.plan import Plan, render, resolve
+from freewheel.runtime.run_plan import RunPlan, render, resolve
 
 GIB = 1 << 30
 H200 = Gpu(name="NVIDIA H200", memory_bytes=140 * GIB)
@@ -35,7 +35,7 @@ def machine(*gpus: Gpu) -> Machine:
     return Machine(cpus=16, memory_bytes=128 * GIB, gpus=gpus)
 
 
-def plan(where: Machine, **sections: dict[str, Any]) -> Plan:
+def plan(where: Machine, **sections: dict[str, Any]) -> RunPlan:
     return resolve(to_config(sections), where)
 
 
