@@ -224,7 +224,7 @@ def test_a_scan_finds_where_to_continue(tmp_path: Path, tail: bytes) -> None:
     written = [rows.write(line(b'{"response":"a"}'), AddedFields.of(n, f"k{n}", OK)) for n in (1, 2, 4)]
     (tmp_path / "out").write_bytes(b"".join([*written, written[-1]]))
     with (
-        pytest.raises(ConfigError, match="its line 4 is no row"),
+        pytest.raises(ConfigError, match="its line 4 is not a row"),
         contextlib.closing(FileOutput(tmp_path / "out")) as output,
     ):
         output.scan(rows)
