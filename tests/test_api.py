@@ -29,6 +29,7 @@ from freewheel.inspect.run import find_run, inspect
 from freewheel.observe.run_folder import CONFIG, METRICS
 from freewheel.runtime import placement
 from freewheel.runtime.account import RunResult
+from freewheel.runtime.config_files import to_config
 from freewheel.runtime.start import RunRequest, load_run, make_plan, write_config
 from freewheel.utils.registry import find_object
 
@@ -222,6 +223,24 @@ def test_a_config_is_settings_a_file_or_an_object(drive: Drive, elsewhere: Path,
     fw.train(config=config, show="off")
     assert drive.config.trainer.total_steps == (40 if isinstance(config, fw.TrainConfig) else 7)
     assert drive.config.data.task == "word_problems" and drive.config.model.path == "embedded"
+
+
+@pytest.mark.parametrize("form", ["flat", "nested", "TrainConfig", "file"])
+@pytest.mark.parametrize(("task", "used"), [("word_problems", "rows"), ("my_tasks:Mine", "my_tasks:Mine")])
+def test_given_rows_are_read_by_the_configured_task_unless_it_makes_its_own(
+    drive: Drive, elsewhere: Path, form: str, task: str, used: str
+):
+    (elsewhere / "my_tasks.py").write_text("from freewheel.data.tasks.rows import Rows as Mine\n")
+    sys.path.append(str(elsewhere))
+    nested = {"data": {"task": task}, "rollout": {"max_new_tokens": 20}}
+    (elsewhere / "task.yaml").write_text(yaml.safe_dump(nested))
+    flat = {"data.task": task, "rollout.max_new_tokens": 20}
+    try:
+        config = {"flat": flat, "nested": nested, "TrainConfig": to_config(nested), "file": "task.yaml"}[form]
+        fw.train(data=ROWS, reward=importable_reward, config=config, run_dir="run", show="off")
+    finally:
+        sys.modules.pop("my_tasks", None)
+    assert (drive.config.data.task, drive.config.rollout.max_new_tokens) == (used, 20)
 
 
 def test_objects_in_settings_are_named_where_a_fresh_process_can_import_them(drive: Drive, elsewhere: Path):

@@ -112,7 +112,7 @@ def train(
     `stopped`. `background=True` returns at once. Raises `ConfigError` or `DataError` before anything starts, and
     `RunFailed` when the run fails.
     """
-    from freewheel.runtime.config_files import compose
+    from freewheel.runtime.config_files import compose, merge, to_config
     from freewheel.runtime.start import RunRequest, find_local_modules, new_run
 
     find_local_modules()
@@ -120,11 +120,12 @@ def train(
     base, settings = _read_config(config, objects)
     files = _OwnFiles()
     settings |= _named_inputs(model, tokenizer, data, eval_data, reward, files, objects)
-    if data is not None:
-        settings = {"data.task": ROWS_TASK} | settings
     if run_dir is not None:
         settings["run_dir"] = os.fspath(run_dir)
-    composed = new_run(compose(**base, settings=settings))
+    values = merge(**base, settings=settings)
+    if data is not None:
+        values["data"]["task"] = _task_of_rows(values["data"].get("task"))
+    composed = new_run(to_config(values))
     folder = Path(composed.run_dir or "").absolute()
     composed = compose(base=composed, settings=files.settings(folder))
     run = Run(folder)
@@ -166,8 +167,8 @@ def evaluate(
         files.write(Path(scratch))
         settings |= files.settings(Path(scratch))
         target = find_target(str(settings.pop("model.path")))
-        if data is not None and task is None and (target.run is None or target.run.data.task == "word_problems"):
-            task = ROWS_TASK
+        if data is not None and task is None:
+            task = _task_of_rows(target.run.data.task if target.run else None)
         if "data.eval" in files.given:
             settings.setdefault("data.too_long", "error")  # else rows and responses would not correspond
             prompts = prompts or files.row_counts["data.eval"]
@@ -429,6 +430,13 @@ def _read_config(config: Any, objects: dict[str, Any]) -> tuple[dict[str, Any], 
     if str(config) in configs():
         return {"config_name": str(config)}, {}
     raise ConfigError("config", str(config), f"there is no such file: give one, settings, or {', '.join(configs())}")
+
+
+def _task_of_rows(task: Any) -> Any:
+    """Return the task that reads the rows which were given: the configured one, if it does not make its own."""
+    from freewheel.runtime.config import OWN_ROWS
+
+    return ROWS_TASK if task in (None, OWN_ROWS) else task
 
 
 def _plain_settings(config: Settings, objects: dict[str, Any], path: str = "") -> dict[str, Any]:
