@@ -164,7 +164,7 @@ class AlgorithmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     @property
     def compares_responses(self) -> bool:
         """Whether the estimator needs at least two responses per group."""
-        return self.estimator in ADVANTAGES and not self.uses_critic
+        return self.estimator in ADVANTAGES and not self.uses_critic and self.baseline == "group"
 
     @property
     def normalisation(self) -> Normalise:
