@@ -31,7 +31,7 @@ from freewheel.runtime import placement
 from freewheel.runtime.account import RunResult
 from freewheel.runtime.config_files import to_config
 from freewheel.runtime.start import RunRequest, load_run, make_plan, write_config
-from freewheel.utils.registry import find_object
+from freewheel.utils.registry import find_object, kept_in_memory
 
 from .documents import DOCS, blocks
 from .ray_runs import count_steps, wait_until
@@ -264,6 +264,9 @@ def test_two_objects_of_one_name_are_kept_apart():
     objects: dict[str, Any] = {}
     names = [api._name_object("reward", one, objects) for one in (lambda response: 1, lambda response: 2)]
     assert names == ["in_memory:lambda", "in_memory:lambda_2"] and len(objects) == 2
+    with kept_in_memory(objects):  # of a run in the background
+        assert api._name_object("reward", lambda response: 3, {}) == "in_memory:lambda_3"
+        assert api._name_object("reward", objects["lambda"], {}) == "in_memory:lambda"
 
 
 def test_a_function_of_the_main_program_travels_by_value(monkeypatch: pytest.MonkeyPatch, elsewhere: Path):

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from freewheel.errors import ConfigError, DataError, FreewheelError, shown
 from freewheel.observe.run_folder import CONFIG, FINAL, TEXT_LOG
 from freewheel.utils.files import private_folder, write_atomically
-from freewheel.utils.registry import IN_MEMORY, kept_in_memory
+from freewheel.utils.registry import IN_MEMORY, kept_in_memory, objects_in_memory
 
 if TYPE_CHECKING:
     from freewheel.rollout.evaluation import EvalResult
@@ -495,7 +495,8 @@ def _name_object(key: str, value: Any, objects: dict[str, Any]) -> str:
         raise ConfigError(key, value, remedy) from error
     base = kept = re.sub(r"\W+", "_", name.rpartition(".")[2]).strip("_") or "object"
     count = 1
-    while objects.get(kept, value) is not value:
+    others = objects_in_memory()  # of a run in the background
+    while objects.get(kept, value) is not value or others.get(kept, value) is not value:
         count += 1
         kept = f"{base}_{count}"
     objects[kept] = value
