@@ -184,7 +184,8 @@ async def test_evaluation_takes_a_model_object_inside_an_event_loop_and_sees_the
     assert one.stderr == pytest.approx(0.25)
     assert one.parts["length"] == sum(len(text) for (text,) in one.responses) / 4
     assert sorted(row["prompt"] for row in seen) == sorted(row["prompt"] for row in ROWS[:4])
-    assert fw.evaluate("embedded", ROWS[:4], score, config=short).responses == one.responses
+    for embedded in ("embedded", None):
+        assert fw.evaluate(embedded, ROWS[:4], score, config=short).responses == one.responses
 
 
 # -- what train is given ----------------------------------------------------------------------------------------------

@@ -135,7 +135,7 @@ def train(
 
 
 def evaluate(
-    model: Any = "embedded",
+    model: Any = None,
     data: Any = None,
     reward: Callable[..., Any] | str | None = None,
     *,
@@ -148,11 +148,12 @@ def evaluate(
 ) -> Evaluation:
     """Generate responses to rows with a model, score them, and return the mean. Needs no Ray and no run.
 
-    `model`: what `train` takes, a `Run`, or a run's folder. `data`: what `train` takes; without it, the run's held-out
-    rows or those of `task`. `prompts`: how many rows (all rows given in Python, else 128). `samples`: responses to each
-    (1). `temperature`: of sampling (0, the likeliest token each time). The reward function scores alone, without judge
-    and length penalty.
+    `model`: what `train` takes, a `Run`, or a run's folder; without it, the embedded model. `data`: what `train` takes;
+    without it, the run's held-out rows or those of `task`. `prompts`: how many rows (all rows given in Python, else
+    128). `samples`: responses to each (1). `temperature`: of sampling (0, the likeliest token each time). The reward
+    function scores alone, without judge and length penalty.
     """
+    from freewheel.runtime.config import EMBEDDED
     from freewheel.runtime.config_files import compose
     from freewheel.runtime.evaluation import eval_config, find_target
     from freewheel.runtime.start import find_local_modules
@@ -166,7 +167,7 @@ def evaluate(
     with tempfile.TemporaryDirectory(prefix="freewheel-") as scratch, kept_in_memory(objects):
         files.write(Path(scratch))
         settings |= files.settings(Path(scratch))
-        target = find_target(str(settings.pop("model.path")))
+        target = find_target(str(settings.pop("model.path", EMBEDDED)))
         if data is not None and task is None:
             task = _task_of_rows(target.run.data.task if target.run else None)
         if "data.eval" in files.given:
