@@ -47,13 +47,16 @@ class Registry(Generic[T]):
         """Iterate over the built-in names."""
         return iter(self._entries)
 
-    def find(self, key: str, spec: str) -> T:
-        """Return the built-in object named `spec`, or the object at `module:name`. `key` is the setting's name."""
-        entry = self._entries.get(spec, spec)
-        if not all(entry.partition(":")[::2]):
+    def check(self, key: str, spec: str) -> None:
+        """Refuse a `spec` that is neither a built-in name nor of the form `module:name`. Imports nothing."""
+        if spec not in self._entries and not all(spec.partition(":")[::2]):
             known = ", ".join(self._entries)
             raise ConfigError(key, spec, f"choose {known}, or give module:name of your own, such as {self._example}")
-        return cast("T", find_object(key, entry))
+
+    def find(self, key: str, spec: str) -> T:
+        """Return the built-in object named `spec`, or the object at `module:name`. `key` is the setting's name."""
+        self.check(key, spec)
+        return cast("T", find_object(key, self._entries.get(spec, spec)))
 
 
 def find_object(key: str, spec: str) -> Any:
