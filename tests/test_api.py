@@ -31,6 +31,7 @@ from freewheel.runtime import placement
 from freewheel.runtime.account import RunResult
 from freewheel.runtime.config_files import to_config
 from freewheel.runtime.start import RunRequest, load_run, make_plan, write_config
+from freewheel.trainer.checkpoint import RunLock
 from freewheel.utils.registry import find_object, kept_in_memory
 
 from .documents import DOCS, blocks
@@ -348,6 +349,21 @@ def test_one_run_at_a_time_and_stop_ends_it(drive: Drive):
         fw.train(run_dir="other", show="off")
     assert run.stop(WAIT_S).status == "stopped"
     fw.train(run_dir="other", show="off")
+
+
+def test_a_folder_that_does_not_exist_is_no_run(elsewhere: Path):
+    with pytest.raises(fw.ConfigError, match=r"run_dir = '.*typo': there is no such folder"):
+        fw.Run(elsewhere / "typo")
+
+
+def test_a_run_of_another_process_is_not_waited_for_or_stopped_in_silence(elsewhere: Path):
+    run = fw.Run(elsewhere)
+    assert run.wait() is run.stop() is run
+    with RunLock(elsewhere):
+        assert run.status == "running"
+        for ask in (run.wait, run.stop):
+            with pytest.raises(fw.FreewheelError, match=rf"process {os.getpid()} on .*SIGTERM"):
+                ask()
 
 
 def test_a_resumed_run_remembers_its_function_and_another_process_must_give_it_again(drive: Drive, elsewhere: Path):

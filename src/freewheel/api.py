@@ -128,7 +128,7 @@ def train(
     composed = new_run(to_config(values))
     folder = Path(composed.run_dir or "").absolute()
     composed = compose(base=composed, settings=files.settings(folder))
-    run = Run(folder)
+    run = Run(folder, _exists=False)
     run._objects = objects
     run._start(RunRequest(config=composed), files, background=background, show=show)
     return run
@@ -181,8 +181,10 @@ def evaluate(
 class Run:
     """A training run in a folder: one that this process started, or, as `Run(folder)`, any run on disk."""
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(self, folder: str | os.PathLike[str], *, _exists: bool = True) -> None:
         self.run_dir = Path(folder).expanduser().absolute()
+        if _exists and not self.run_dir.is_dir():
+            raise ConfigError("run_dir", str(folder), "there is no such folder: give the one that the run printed")
         self._live: _LiveRun | None = None
         self._objects: dict[str, Any] = {}
         """What settings name as `in_memory:name`."""
@@ -272,7 +274,14 @@ class Run:
 
     def wait(self, timeout_s: float | None = None) -> Run:
         """Wait for a run in the background and return it. Raises what `train` would. A run that has not ended
-        after `timeout_s` is returned as it is."""
+        after `timeout_s` is returned as it is. Raises `FreewheelError` for a run of another process."""
+        from freewheel.inspect.run import live_holder
+
+        if self._live is None and (holder := live_holder(self.run_dir)):
+            raise FreewheelError(
+                f"{self.run_dir} is in use by {holder}: only the Run that started it can wait for it or stop it. Send "
+                "that process SIGTERM, and it finishes the step, saves and ends; `status` tells when"
+            )
         if self._live is not None and futures.wait([self._live.end], timeout_s).done:
             self._live.end.result()  # raises what kept the run from starting
             if self.status == "failed":
@@ -280,7 +289,7 @@ class Run:
         return self
 
     def stop(self, timeout_s: float | None = None) -> Run:
-        """Finish the step, save, and end. Waits for that."""
+        """Finish the step, save, and end. Waits for that, and raises what `wait` does."""
         if self._live is not None:
             self._live.request_stop()
         return self.wait(timeout_s)
