@@ -406,6 +406,24 @@ def test_metrics_have_one_row_per_step_with_its_evaluation(elsewhere: Path, monk
     assert run.to_pandas() == ("step", run.metrics)
 
 
+def test_steps_reads_only_what_was_appended_since_and_a_new_file_from_its_start(elsewhere: Path):
+    def rows(*steps: int) -> str:
+        return "".join(json.dumps({"kind": "step", "step": step}) + "\n" for step in steps)
+
+    path, run = elsewhere / METRICS, fw.Run(elsewhere)
+    assert run.steps == 0
+    path.write_text(rows(*range(1, 10_000)) + '{"kind": "pulse", "step": 20000}\n{"kind": "eval", "step": "x"}\n7\n')
+    assert run.steps == 9_999
+    before = psutil.Process().io_counters().read_chars
+    with path.open("a") as file:
+        file.write(rows(10_000) + '{"kind": "step", "st')
+    assert f"at step {run.steps}>" in repr(run) and run.steps == 10_000
+    assert psutil.Process().io_counters().read_chars - before < path.stat().st_size / 2
+    path.unlink()
+    path.write_text(rows(3))
+    assert run.steps == 3
+
+
 # -- examples ---------------------------------------------------------------------------------------------------------
 
 

@@ -182,9 +182,12 @@ class Run:
     """A training run in a folder: one that this process started, or, as `Run(folder)`, any run on disk."""
 
     def __init__(self, folder: str | os.PathLike[str], *, _exists: bool = True) -> None:
+        from freewheel.observe.recorder import StepCounter
+
         self.run_dir = Path(folder).expanduser().absolute()
         if _exists and not self.run_dir.is_dir():
             raise ConfigError("run_dir", str(folder), "there is no such folder: give the one that the run printed")
+        self._counter = StepCounter(self.run_dir)
         self._live: _LiveRun | None = None
         self._objects: dict[str, Any] = {}
         """What settings name as `in_memory:name`."""
@@ -214,7 +217,7 @@ class Run:
     @property
     def steps(self) -> int:
         """The last step with metrics."""
-        return max((row["step"] for row in self.metrics), default=0)
+        return self._counter.look()
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
