@@ -9,6 +9,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import signal
 import stat
 import subprocess
@@ -187,6 +188,30 @@ async def test_evaluation_takes_a_model_object_inside_an_event_loop_and_sees_the
     assert sorted(row["prompt"] for row in seen) == sorted(row["prompt"] for row in ROWS[:4])
     for embedded in ("embedded", None):
         assert fw.evaluate(embedded, ROWS[:4], score, config=short).responses == one.responses
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"model": "nowhere"}, "model = 'nowhere': there is no such folder"),
+        ({"model": "empty"}, "model = 'empty': it has neither"),
+        ({"model": "hub/id"}, "task = None: a model without a run has no task"),
+        ({"prompts": 0}, "prompts = 0: nothing would be evaluated"),
+        ({"model": "run"}, "data = None: the run names no held-out prompts"),
+        ({"task": "rows", "data": "run/rows.jsonl"}, "data.task = 'rows': its prompts are too long for this model"),
+    ],
+    ids=["no folder", "no model", "no task", "no prompts", "no held-out rows", "long prompts"],
+)
+def test_an_evaluation_that_is_refused_names_arguments_and_keys(elsewhere: Path, given: dict[str, Any], said: str):
+    (elsewhere / "empty").mkdir()
+    data = {"task": "rows", "train": "run/rows.jsonl"}
+    write_config(to_config({"run_dir": "run", "data": data, "rollout": {"max_new_tokens": 20}}))
+    shutil.copytree(model_path(), elsewhere / "run/final")
+    row = {"prompt": "6 + 9 = " * 30, "data_source": "openai/gsm8k", "answer": "2"}
+    (elsewhere / "run/rows.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(fw.ConfigError) as refused:
+        fw.evaluate(**given)
+    assert str(refused.value).startswith(said)
 
 
 # -- what train is given ----------------------------------------------------------------------------------------------
