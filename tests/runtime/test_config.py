@@ -221,7 +221,7 @@ def test_yamls_reading_of_bare_words_is_understood():
     assert to_config({"data": {"chat_template": True}}).data.chat_template == "on"
     assert to_config({"data": {"chat_template": False}}).data.chat_template == "off"
     on_failure = to_config({"reward": {"on_failure": {"fallback": -1.0}}}).reward.on_failure
-    assert GroupPolicy.of(on_failure, 0).fallback == -1.0
+    assert GroupPolicy.of(on_failure, 0).on_failure == -1.0
     assert to_config({"trainer": None}) == TrainConfig(), "a section whose keys are all commented out"
     assert to_config({"model": {"lora": None}}).model.lora is None
 
