@@ -45,7 +45,7 @@ from common import (
 )
 from freewheel.data.group import EncodedGroup, EncodedGroups, Prompt, PromptGroup, Response, Ticket
 from freewheel.judge.verdict import Scored
-from freewheel.queue.client import QueueClient
+from freewheel.queue.client import QueueClient, Taken
 from freewheel.queue.journal import CheckpointMark
 from freewheel.runtime.actors import MAX_CALLS, QueueActor
 from freewheel.runtime.config import TrainConfig
@@ -187,8 +187,8 @@ class Consumer:
         """Return the time of each commit. Ends when no batch arrives after `until_s`."""
         moments: list[float] = []
         ahead = asyncio.create_task(self.queue.take(self.step + 1, wait_s=1.0))
-        while (taken := await ahead).state == "batch" or time.time() < until_s:
-            if taken.groups is None:
+        while isinstance(taken := await ahead, Taken) or time.time() < until_s:
+            if not isinstance(taken, Taken):
                 ahead = asyncio.create_task(self.queue.take(self.step + 1, wait_s=1.0))
                 continue
             assert len(taken.groups) == BLOCK_GROUPS

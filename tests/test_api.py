@@ -9,6 +9,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import signal
 import stat
 import subprocess
@@ -29,8 +30,10 @@ from freewheel.inspect.run import find_run, inspect
 from freewheel.observe.run_folder import CONFIG, METRICS
 from freewheel.runtime import placement
 from freewheel.runtime.account import RunResult
+from freewheel.runtime.config_files import to_config
 from freewheel.runtime.start import RunRequest, load_run, make_plan, write_config
-from freewheel.utils.registry import find_object
+from freewheel.trainer.checkpoint import RunLock
+from freewheel.utils.registry import find_object, kept_in_memory
 
 from .documents import DOCS, blocks
 from .ray_runs import count_steps, wait_until
@@ -183,7 +186,32 @@ async def test_evaluation_takes_a_model_object_inside_an_event_loop_and_sees_the
     assert one.stderr == pytest.approx(0.25)
     assert one.parts["length"] == sum(len(text) for (text,) in one.responses) / 4
     assert sorted(row["prompt"] for row in seen) == sorted(row["prompt"] for row in ROWS[:4])
-    assert fw.evaluate("embedded", ROWS[:4], score, config=short).responses == one.responses
+    for embedded in ("embedded", None):
+        assert fw.evaluate(embedded, ROWS[:4], score, config=short).responses == one.responses
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"model": "nowhere"}, "model = 'nowhere': there is no such folder"),
+        ({"model": "empty"}, "model = 'empty': it has neither"),
+        ({"model": "hub/id"}, "task = None: a model without a run has no task"),
+        ({"prompts": 0}, "prompts = 0: nothing would be evaluated"),
+        ({"model": "run"}, "data = None: the run names no held-out prompts"),
+        ({"task": "rows", "data": "run/rows.jsonl"}, "data.task = 'rows': its prompts are too long for this model"),
+    ],
+    ids=["no folder", "no model", "no task", "no prompts", "no held-out rows", "long prompts"],
+)
+def test_an_evaluation_that_is_refused_names_arguments_and_keys(elsewhere: Path, given: dict[str, Any], said: str):
+    (elsewhere / "empty").mkdir()
+    data = {"task": "rows", "train": "run/rows.jsonl"}
+    write_config(to_config({"run_dir": "run", "data": data, "rollout": {"max_new_tokens": 20}}))
+    shutil.copytree(model_path(), elsewhere / "run/final")
+    row = {"prompt": "6 + 9 = " * 30, "data_source": "openai/gsm8k", "answer": "2"}
+    (elsewhere / "run/rows.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(fw.ConfigError) as refused:
+        fw.evaluate(**given)
+    assert str(refused.value).startswith(said)
 
 
 # -- what train is given ----------------------------------------------------------------------------------------------
@@ -224,6 +252,24 @@ def test_a_config_is_settings_a_file_or_an_object(drive: Drive, elsewhere: Path,
     assert drive.config.data.task == "word_problems" and drive.config.model.path == "embedded"
 
 
+@pytest.mark.parametrize("form", ["flat", "nested", "TrainConfig", "file"])
+@pytest.mark.parametrize(("task", "used"), [("word_problems", "rows"), ("my_tasks:Mine", "my_tasks:Mine")])
+def test_given_rows_are_read_by_the_configured_task_unless_it_makes_its_own(
+    drive: Drive, elsewhere: Path, form: str, task: str, used: str
+):
+    (elsewhere / "my_tasks.py").write_text("from freewheel.data.tasks.rows import Rows as Mine\n")
+    sys.path.append(str(elsewhere))
+    nested = {"data": {"task": task}, "rollout": {"max_new_tokens": 20}}
+    (elsewhere / "task.yaml").write_text(yaml.safe_dump(nested))
+    flat = {"data.task": task, "rollout.max_new_tokens": 20}
+    try:
+        config = {"flat": flat, "nested": nested, "TrainConfig": to_config(nested), "file": "task.yaml"}[form]
+        fw.train(data=ROWS, reward=importable_reward, config=config, run_dir="run", show="off")
+    finally:
+        sys.modules.pop("my_tasks", None)
+    assert (drive.config.data.task, drive.config.rollout.max_new_tokens) == (used, 20)
+
+
 def test_objects_in_settings_are_named_where_a_fresh_process_can_import_them(drive: Drive, elsewhere: Path):
     (elsewhere / "rewards_in_a_file.py").write_text("def score(response, row):\n    return 1.0\n")
     sys.path.append(str(elsewhere))
@@ -245,6 +291,9 @@ def test_two_objects_of_one_name_are_kept_apart():
     objects: dict[str, Any] = {}
     names = [api._name_object("reward", one, objects) for one in (lambda response: 1, lambda response: 2)]
     assert names == ["in_memory:lambda", "in_memory:lambda_2"] and len(objects) == 2
+    with kept_in_memory(objects):  # of a run in the background
+        assert api._name_object("reward", lambda response: 3, {}) == "in_memory:lambda_3"
+        assert api._name_object("reward", objects["lambda"], {}) == "in_memory:lambda"
 
 
 def test_a_function_of_the_main_program_is_sent_by_value(monkeypatch: pytest.MonkeyPatch, elsewhere: Path):
@@ -327,6 +376,21 @@ def test_one_run_at_a_time_and_stop_ends_it(drive: Drive):
     fw.train(run_dir="other", show="off")
 
 
+def test_a_folder_that_does_not_exist_is_no_run(elsewhere: Path):
+    with pytest.raises(fw.ConfigError, match=r"run_dir = '.*typo': there is no such folder"):
+        fw.Run(elsewhere / "typo")
+
+
+def test_a_run_of_another_process_is_not_waited_for_or_stopped_in_silence(elsewhere: Path):
+    run = fw.Run(elsewhere)
+    assert run.wait() is run.stop() is run
+    with RunLock(elsewhere):
+        assert run.status == "running"
+        for ask in (run.wait, run.stop):
+            with pytest.raises(fw.FreewheelError, match=rf"process {os.getpid()} on .*SIGTERM"):
+                ask()
+
+
 def test_a_resumed_run_remembers_its_function_and_another_process_must_give_it_again(drive: Drive, elsewhere: Path):
     reward = lambda response, row: 1.0  # noqa: E731
     run = fw.train(data=ROWS, reward=reward, config=SMALL, run_dir="run", show="off")
@@ -365,6 +429,24 @@ def test_metrics_have_one_row_per_step_with_its_evaluation(elsewhere: Path, monk
 
     monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=DataFrame))
     assert run.to_pandas() == ("step", run.metrics)
+
+
+def test_steps_reads_only_what_was_appended_since_and_a_new_file_from_its_start(elsewhere: Path):
+    def rows(*steps: int) -> str:
+        return "".join(json.dumps({"kind": "step", "step": step}) + "\n" for step in steps)
+
+    path, run = elsewhere / METRICS, fw.Run(elsewhere)
+    assert run.steps == 0
+    path.write_text(rows(*range(1, 10_000)) + '{"kind": "pulse", "step": 20000}\n{"kind": "eval", "step": "x"}\n7\n')
+    assert run.steps == 9_999
+    before = psutil.Process().io_counters().read_chars
+    with path.open("a") as file:
+        file.write(rows(10_000) + '{"kind": "step", "st')
+    assert f"at step {run.steps}>" in repr(run) and run.steps == 10_000
+    assert psutil.Process().io_counters().read_chars - before < path.stat().st_size / 2
+    path.unlink()
+    path.write_text(rows(3))
+    assert run.steps == 3
 
 
 # -- examples ---------------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from freewheel.errors import ConfigError, DataError, FreewheelError, format_value
 from freewheel.observe.run_folder import CONFIG, FINAL, TEXT_LOG
 from freewheel.utils.files import private_folder, write_atomically
-from freewheel.utils.registry import IN_MEMORY, kept_in_memory
+from freewheel.utils.registry import IN_MEMORY, kept_in_memory, objects_in_memory
 
 if TYPE_CHECKING:
     from freewheel.rollout.evaluation import EvalResult
@@ -112,7 +112,7 @@ def train(
     `stopped`. `background=True` returns at once. Raises `ConfigError` or `DataError` before anything starts, and
     `RunFailed` when the run fails.
     """
-    from freewheel.runtime.config_files import compose
+    from freewheel.runtime.config_files import compose, merge, to_config
     from freewheel.runtime.start import RunRequest, find_local_modules, new_run
 
     find_local_modules()
@@ -120,21 +120,22 @@ def train(
     base, settings = _read_config(config, objects)
     files = _OwnFiles()
     settings |= _named_inputs(model, tokenizer, data, eval_data, reward, files, objects)
-    if data is not None:
-        settings = {"data.task": ROWS_TASK} | settings
     if run_dir is not None:
         settings["run_dir"] = os.fspath(run_dir)
-    composed = new_run(compose(**base, settings=settings))
+    values = merge(**base, settings=settings)
+    if data is not None:
+        values["data"]["task"] = _task_of_rows(values["data"].get("task"))
+    composed = new_run(to_config(values))
     folder = Path(composed.run_dir or "").absolute()
     composed = compose(base=composed, settings=files.settings(folder))
-    run = Run(folder)
+    run = Run(folder, _exists=False)
     run._objects = objects
     run._start(RunRequest(config=composed), files, background=background, show=show)
     return run
 
 
 def evaluate(
-    model: Any = "embedded",
+    model: Any = None,
     data: Any = None,
     reward: Callable[..., Any] | str | None = None,
     *,
@@ -147,11 +148,12 @@ def evaluate(
 ) -> Evaluation:
     """Generate responses to rows with a model, score them, and return the mean. Needs no Ray and no run.
 
-    `model`: what `train` takes, a `Run`, or a run's folder. `data`: what `train` takes; without it, the run's held-out
-    rows or those of `task`. `prompts`: how many rows (all rows given in Python, else 128). `samples`: responses to each
-    (1). `temperature`: of sampling (0, the likeliest token each time). Only the reward function scores: no judge and no
-    length penalty.
+    `model`: what `train` takes, a `Run`, or a run's folder; without it, the embedded model. `data`: what `train` takes;
+    without it, the run's held-out rows or those of `task`. `prompts`: how many rows (all rows given in Python, else
+    128). `samples`: responses to each (1). `temperature`: of sampling (0, the likeliest token each time). Only the
+    reward function scores: no judge and no length penalty.
     """
+    from freewheel.runtime.config import EMBEDDED
     from freewheel.runtime.config_files import compose
     from freewheel.runtime.evaluation import eval_config, find_target
     from freewheel.runtime.start import find_local_modules
@@ -165,9 +167,9 @@ def evaluate(
     with tempfile.TemporaryDirectory(prefix="freewheel-") as scratch, kept_in_memory(objects):
         files.write(Path(scratch))
         settings |= files.settings(Path(scratch))
-        target = find_target(str(settings.pop("model.path")))
-        if data is not None and task is None and (target.run is None or target.run.data.task == "word_problems"):
-            task = ROWS_TASK
+        target = find_target(str(settings.pop("model.path", EMBEDDED)))
+        if data is not None and task is None:
+            task = _task_of_rows(target.run.data.task if target.run else None)
         if "data.eval" in files.given:
             settings.setdefault("data.too_long", "error")  # else rows and responses would not correspond
             prompts = prompts or files.row_counts["data.eval"]
@@ -179,8 +181,13 @@ def evaluate(
 class Run:
     """A training run in a folder: one that this process started, or, as `Run(folder)`, any run on disk."""
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(self, folder: str | os.PathLike[str], *, _exists: bool = True) -> None:
+        from freewheel.observe.recorder import StepCounter
+
         self.run_dir = Path(folder).expanduser().absolute()
+        if _exists and not self.run_dir.is_dir():
+            raise ConfigError("run_dir", str(folder), "there is no such folder: give the one that the run printed")
+        self._counter = StepCounter(self.run_dir)
         self._live: _LiveRun | None = None
         self._objects: dict[str, Any] = {}
         """What settings name as `in_memory:name`."""
@@ -210,7 +217,7 @@ class Run:
     @property
     def steps(self) -> int:
         """The last step with metrics."""
-        return max((row["step"] for row in self.metrics), default=0)
+        return self._counter.look()
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -270,7 +277,14 @@ class Run:
 
     def wait(self, timeout_s: float | None = None) -> Run:
         """Wait for a run in the background and return it. Raises what `train` would. A run that has not ended
-        after `timeout_s` is returned as it is."""
+        after `timeout_s` is returned as it is. Raises `FreewheelError` for a run of another process."""
+        from freewheel.inspect.run import live_holder
+
+        if self._live is None and (holder := live_holder(self.run_dir)):
+            raise FreewheelError(
+                f"{self.run_dir} is in use by {holder}: only the Run that started it can wait for it or stop it. Send "
+                "that process SIGTERM, and it finishes the step, saves and ends; `status` tells when"
+            )
         if self._live is not None and futures.wait([self._live.end], timeout_s).done:
             self._live.end.result()  # raises the error that prevented the start
             if self.status == "failed":
@@ -278,7 +292,7 @@ class Run:
         return self
 
     def stop(self, timeout_s: float | None = None) -> Run:
-        """Finish the step, save, and end. Waits for that."""
+        """Finish the step, save, and end. Waits for that, and raises what `wait` does."""
         if self._live is not None:
             self._live.request_stop()
         return self.wait(timeout_s)
@@ -431,6 +445,13 @@ def _read_config(config: Any, objects: dict[str, Any]) -> tuple[dict[str, Any], 
     raise ConfigError("config", str(config), f"there is no such file: give one, settings, or {', '.join(configs())}")
 
 
+def _task_of_rows(task: Any) -> Any:
+    """Return the task that reads the rows which were given: the configured one, if it does not make its own."""
+    from freewheel.runtime.config import OWN_ROWS
+
+    return ROWS_TASK if task in (None, OWN_ROWS) else task
+
+
 def _plain_settings(config: Settings, objects: dict[str, Any], path: str = "") -> dict[str, Any]:
     """Return the settings with a name in place of each object."""
     found: dict[str, Any] = {}
@@ -488,7 +509,8 @@ def _name_object(key: str, value: Any, objects: dict[str, Any]) -> str:
         raise ConfigError(key, value, remedy) from error
     base = kept = re.sub(r"\W+", "_", name.rpartition(".")[2]).strip("_") or "object"
     count = 1
-    while objects.get(kept, value) is not value:
+    others = objects_in_memory()  # of a run in the background
+    while objects.get(kept, value) is not value or others.get(kept, value) is not value:
         count += 1
         kept = f"{base}_{count}"
     objects[kept] = value

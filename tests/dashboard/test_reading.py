@@ -18,7 +18,7 @@ from freewheel.inspect import trace as trace_module
 from freewheel.inspect.metrics import Columns, RecordedMetrics, mean_over_time, plain, rates
 from freewheel.inspect.trace import RecordedTrace
 from freewheel.observe import lines as lines_module
-from freewheel.observe.lines import Folder, Tail, decode_line
+from freewheel.observe.lines import Folder, Tail, decode_line, read_lines
 
 from .made_run import (
     BEGAN_S,
@@ -74,12 +74,13 @@ def test_a_replaced_file_is_read_from_its_start(tmp_path):
 
 
 def test_links_pipes_and_folders_are_not_opened(tmp_path):
-    (tmp_path / "secret").write_bytes(b"mine\n")
+    (tmp_path / "secret").write_bytes(b'"mine"\n')
     (tmp_path / "link.jsonl").symlink_to(tmp_path / "secret")
     os.mkfifo(tmp_path / "pipe.jsonl")
     (tmp_path / "folder.jsonl").mkdir()
     for name in ("link", "pipe", "folder"):
-        assert lines_of(Tail(tmp_path / f"{name}.jsonl")) == []
+        path = tmp_path / f"{name}.jsonl"
+        assert lines_of(Tail(path)) == list(read_lines(path)) == []
 
 
 def test_a_rotated_file_is_not_read_twice_and_a_lost_one_is_forgotten(tmp_path):

@@ -15,7 +15,7 @@ import numpy as np
 
 from freewheel.data.group import EncodedGroup, EncodedGroups, Prompt, PromptGroup, Response, Ticket
 from freewheel.judge.verdict import Scored
-from freewheel.queue.client import Taken
+from freewheel.queue.client import Starved, Taken
 from freewheel.queue.journal import CheckpointMark, Journal, JournalError, JournalEvent, _Job, _resolve_job
 from freewheel.queue.message_queue import MessageQueue
 from freewheel.queue.restore import restore
@@ -174,8 +174,8 @@ class Scene:
         return await started(self.queue.admit(replica, want=want, load=load, wait_s=LONG_S, holding=holding))
 
 
-def ordinals(taken: Taken) -> list[int]:
-    return [one.ticket.ordinal for one in taken.groups or ()]
+def ordinals(taken: Taken | Starved | None) -> list[int]:
+    return [one.ticket.ordinal for one in taken.groups] if isinstance(taken, Taken) else []
 
 
 def attempts(tickets: list[Ticket]) -> list[tuple[int, int]]:

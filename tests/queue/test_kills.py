@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from freewheel.data.group import EncodedGroups, Ticket
 from freewheel.queue import journal as journal_module
-from freewheel.queue.client import Taken
+from freewheel.queue.client import Starved, Taken
 from freewheel.queue.journal import CheckpointMark, Journal, JournalDamaged
 from freewheel.queue.ledger import Frontier, data_failure, infra_failure
 from freewheel.queue.message_queue import MessageQueue
@@ -282,9 +282,8 @@ class World:
         if step <= self.trainer.step + PREFETCH:
             self.ask("take", step, call=lambda: self.queue.take(step, wait_s=LONG_S))
 
-    def heard_take(self, taken: Taken, step: int) -> None:
-        if taken.state == "batch":
-            assert taken.groups is not None
+    def heard_take(self, taken: Taken | Starved | None, step: int) -> None:
+        if isinstance(taken, Taken):
             short = step > taken.recorded_until and len(taken.groups) < self.bounds.groups_per_step
             assert not short or self.queue.policy.dry or self.history_was_lost, "more groups would have come"
             self.trainer.batches[step] = taken
@@ -297,7 +296,6 @@ class World:
         taken = trainer.batches.get(step)
         if taken is None or trainer.uncommitted:
             return
-        assert taken.groups is not None
         recorded = step <= taken.recorded_until
         stale = self.bounds.find_stale([one.min_version for one in taken.groups], trainer.version)
         old = [taken.groups[index].ticket.sequence for index in stale]

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from freewheel.data.group import Ticket
+from freewheel.queue.client import Starved, Taken
 from freewheel.queue.ledger import BUDGETS, Kind, data_failure, infra_failure
 from freewheel.queue.message_queue import MessageQueue
 
@@ -178,7 +179,7 @@ async def test_a_prompt_that_kills_every_replica_is_abandoned(caplog: pytest.Log
     for _ in range(BUDGETS[Kind.INFRA]):
         assert len(await one.admit(1)) == 1
         await one.queue.release_replica("a")
-    assert (await one.queue.take(1, wait_s=NOW_S)).state == "finished"
+    assert await one.queue.take(1, wait_s=NOW_S) is None
     assert "Prompt 0 is abandoned (lost)" in caplog.text
 
 
@@ -195,7 +196,7 @@ async def test_groups_are_given_out_as_they_were_put_and_a_second_put_is_late() 
     assert (stats["total_produced"], stats["queue_size"], stats["memory_bytes"]) == (2, 2, size)
     assert stats["dropped_by_reason"] == {"late": 2}
     taken = await one.queue.take(1, wait_s=NOW_S)
-    assert taken.groups is not None
+    assert isinstance(taken, Taken)
     assert [(each.ticket, each.min_version) for each in taken.groups] == [(ticket, 0) for ticket in tickets]
     assert [each.encode() for each in taken.groups.decode()] == [group(ticket).encode() for ticket in tickets]
 
@@ -222,11 +223,11 @@ async def test_every_call_for_a_step_gets_the_same_batch_of_exactly_one_step() -
     assert not any(call.done() for call in calls)
     starved = await one.queue.take(1, wait_s=0.01)
     where = "1 groups ready, 4 in generation or scoring, room for 1 more; trainer at version 0, engines at 0"
-    assert (starved.state, starved.waiting_for) == ("starved", where)
+    assert starved == Starved(where)
     await one.put(*tickets[1:])
     assert [ordinals(await call) for call in calls] == [[0, 1], [0, 1]]
     assert await one.take(2) == await one.take(2) == [2, 3]
-    assert (await one.queue.take(3, wait_s=NOW_S)).state == "starved"
+    assert isinstance(await one.queue.take(3, wait_s=NOW_S), Starved)
 
 
 async def test_a_repeated_commit_counts_once_and_frees_the_groups() -> None:
@@ -271,7 +272,7 @@ async def test_a_prompt_that_a_filter_rejects_has_ended_and_another_takes_its_pl
     await one.put(tickets[1], *refill)
     assert await one.take(1) == [1, 2]
     await one.commit(1)
-    assert (await one.queue.take(2, wait_s=NOW_S)).state == "finished"
+    assert await one.queue.take(2, wait_s=NOW_S) is None
     assert (await one.queue.stats())["abandoned"] == {"zero_variance": 1}
 
 
@@ -325,7 +326,7 @@ async def test_the_last_step_of_a_run_replaces_stale_groups_unless_their_prompts
     else:
         await one.fill(1)
     taken = await waiting
-    assert (taken.state, ordinals(taken)) == ("batch" if left else "finished", left)
+    assert (isinstance(taken, Taken), ordinals(taken)) == (bool(left), left)
     if left:
         await one.commit(1)
     assert one.queue.finished
@@ -357,7 +358,7 @@ async def test_close_wakes_everybody_who_waits() -> None:
     calls = [await one.waiting_admit(), replacing, taking, settling]
     await one.queue.close()
     admission, *taken, settled = [await call for call in calls]
-    assert admission.closed and [each.state for each in taken] == ["finished", "finished"] and settled
+    assert admission.closed and taken == [None, None] and settled
 
 
 async def test_everybody_learns_from_the_last_commit_that_the_run_has_ended() -> None:
@@ -370,7 +371,7 @@ async def test_everybody_learns_from_the_last_commit_that_the_run_has_ended() ->
     trainer = await started(one.queue.take(3, wait_s=LONG_S))
     await one.commit(2)
     assert (await rollouter).closed
-    assert (await trainer).state == "finished"
+    assert await trainer is None
 
 
 async def test_a_queue_without_a_journal_resumes_at_a_frontier() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from freewheel.queue.client import Starved
 from freewheel.queue.journal import CheckpointMark, JournalDamaged, JournalFull
 from freewheel.queue.ledger import Frontier, data_failure, infra_failure
 from freewheel.queue.message_queue import SEQUENCES_RESERVED
@@ -58,7 +59,7 @@ async def test_a_group_is_ready_only_when_the_journal_has_it(build: Build) -> No
     one.writer.paused = "journal.sqlite cannot be written: no room (3 MB free)"
     assert await one.queue.put(block(tickets), wait_s=NOW_S) is False
     starved = await one.queue.take(1, wait_s=NOW_S)
-    assert starved.state == "starved" and "3 MB free" in starved.waiting_for
+    assert isinstance(starved, Starved) and "3 MB free" in starved.waiting_for
     assert (await one.queue.stats())["paused"] == one.writer.paused
     again = asyncio.ensure_future(one.queue.put(block(tickets[:1]), wait_s=LONG_S))
     await asyncio.sleep(0)
@@ -90,7 +91,7 @@ async def test_a_group_that_was_put_cannot_fail_any_more(build: Build, state: st
 async def test_a_step_is_given_out_and_trained_only_when_the_journal_has_it(build: Build) -> None:
     one = build()
     await one.fill(2)
-    assert (await one.queue.take(1, wait_s=NOW_S)).state == "starved"
+    assert isinstance(await one.queue.take(1, wait_s=NOW_S), Starved)
     calls = [asyncio.ensure_future(one.queue.take(1, wait_s=LONG_S)) for _ in range(2)]
     await one.disk()
     assert [ordinals(await call) for call in calls] == [[0, 1], [0, 1]]
@@ -108,7 +109,7 @@ async def test_a_step_that_changes_while_it_is_written_is_given_out_as_it_is_on_
     await one.fill(3)
     taking = asyncio.ensure_future(one.queue.take(1, wait_s=LONG_S))
     await asyncio.sleep(0)
-    assert (await one.queue.replace_stale(1, [0], wait_s=NOW_S)).state == "starved"
+    assert isinstance(await one.queue.replace_stale(1, [0], wait_s=NOW_S), Starved)
     one.writer.work(1)
     for _ in range(5):
         await asyncio.sleep(0)
@@ -187,7 +188,7 @@ async def test_a_trainer_waits_for_a_slow_journal_and_gets_an_error_if_recorded_
     one = build()
     await one.train(1)
     for _ in range(2):
-        assert (await one.queue.take(1, wait_s=0.01)).state == "starved"
+        assert isinstance(await one.queue.take(1, wait_s=0.01), Starved)
     assert len(one.writer.jobs) == 1
     one.journal._db.execute("DELETE FROM groups")
     with pytest.raises(JournalDamaged, match="resume=RUN"):
@@ -329,7 +330,7 @@ async def test_the_successor_fills_a_step_that_lacked_groups(build: Build) -> No
     await one.take(1)
     await one.queue.replace_stale(1, [0], wait_s=NOW_S)
     await one.disk()
-    assert (await one.restart().take(1, wait_s=NOW_S)).state == "starved"
+    assert isinstance(await one.restart().take(1, wait_s=NOW_S), Starved)
     await one.fill(1)
     assert await one.take(1) == [1, 0]
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import os
 import pickle
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -217,12 +220,20 @@ def test_values_that_have_several_forms() -> None:
 
 def test_num_async_workers_is_accepted_with_one_warning_that_names_its_replacement() -> None:
     for make in (lambda: LengthPenaltyConfig(num_async_workers=4), lambda: as_config({"num_async_workers": 4})):
-        with pytest.warns(DeprecationWarning, match="max_concurrent_requests"):
+        with pytest.warns(FutureWarning, match="max_concurrent_requests"):
             config = make()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert as_config(config).judge_config().concurrency == "auto"
         LengthPenaltyConfig()
+
+
+@pytest.mark.parametrize("given", ["{'num_async_workers': 4}", "'num_async_workers: 4'"])
+def test_a_user_sees_the_warning_under_the_default_filters(given: str) -> None:
+    program = f"from freewheel.rewards.config import as_config; as_config(as_config({given}))"
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=env)
+    assert done.stderr.count("max_concurrent_requests") == 1
 
 
 # -- the key ----------------------------------------------------------------------------------------------------------

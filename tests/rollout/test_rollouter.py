@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from freewheel.data.data_proto import DataProto
 from freewheel.data.group import EncodedGroups, Prompt, PromptGroup, Ticket
-from freewheel.queue.client import Admission
+from freewheel.queue.client import Admission, Taken
 from freewheel.queue.message_queue import MessageQueue
 from freewheel.queue.staleness import Bounds
 from freewheel.rollout.engine import (
@@ -92,7 +92,7 @@ class Scene:
             asked.cancel()
             self.running.result()
         found = await asked
-        assert found.groups is not None, found
+        assert isinstance(found, Taken), found
         return found.groups.decode()
 
     async def ordinals(self, step: int = 1) -> list[int]:

@@ -149,6 +149,7 @@ PAIRS: list[tuple[str, dict[str, Any]]] = [
     ("rollout.replicas", {"rollout.engine": "vllm", "rollout.urls": ["http://127.0.0.1:8000"], "rollout.replicas": 2}),
     ("trainer.world_size", {"trainer.world_size": 2, "trainer.n_gpus_per_node": 4}),
     ("rollout.n", {"rollout.n": 1}),
+    ("rollout.n", {"rollout.n": 1, "algorithm.name": "reinforce_pp"}),
     ("algorithm.mini_batches", {"algorithm.mini_batches": 33}),
     ("optimizer.warmup_steps", {"optimizer.warmup_steps": 41}),
     ("optimizer.critic_lr", {"optimizer.critic_lr": 1e-5}),
@@ -176,6 +177,7 @@ def test_two_contradicting_keys_are_refused(key: str, settings: dict[str, Any]):
         {"async_training.selection_window": 65},
         {"async_training.max_staleness_allowed": 0, "mode": "one_step_off"},
         {"rollout.n": 1, "algorithm.name": "ppo"},
+        {"rollout.n": 1, "algorithm.name": "reinforce_pp", "algorithm.baseline": "batch"},
         {"rollout.replicas": 4, "rollout.n_gpus_per_node": 2},
         {"rollout.engine": "vllm", "rollout.vllm": {"enforce_eager": True}, "rollout.gpu_memory_share": 0.5},
         {"trainer.world_size": 2, "trainer.device": "cpu"},
@@ -219,7 +221,7 @@ def test_yamls_reading_of_bare_words_is_understood():
     assert to_config({"data": {"chat_template": True}}).data.chat_template == "on"
     assert to_config({"data": {"chat_template": False}}).data.chat_template == "off"
     on_failure = to_config({"reward": {"on_failure": {"fallback": -1.0}}}).reward.on_failure
-    assert GroupPolicy.of(on_failure, 0).fallback == -1.0
+    assert GroupPolicy.of(on_failure, 0).on_failure == -1.0
     assert to_config({"trainer": None}) == TrainConfig(), "a section whose keys are all commented out"
     assert to_config({"model": {"lora": None}}).model.lora is None
 

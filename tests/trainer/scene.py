@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from freewheel.data.group import EncodedGroups, Prompt, PromptGroup, Ticket
-from freewheel.queue.client import Taken
+from freewheel.queue.client import Starved, Taken
 from freewheel.queue.ledger import Frontier
 from freewheel.queue.message_queue import MessageQueue
 from freewheel.queue.staleness import Bounds
@@ -39,7 +39,7 @@ class RecordingQueue(MessageQueue):
         super().__init__(**settings)
         self.events = events
 
-    async def take(self, step: int, *, wait_s: float) -> Taken:
+    async def take(self, step: int, *, wait_s: float) -> Taken | Starved | None:
         self.events.append(("take", step))
         taken = await super().take(step, wait_s=wait_s)
         self.events.append(("taken", step))

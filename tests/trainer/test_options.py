@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import msgspec
@@ -58,6 +60,14 @@ def test_settings_that_cannot_work_are_refused_by_key(key) -> None:
         with pytest.raises(ConfigError) as caught:
             KINDS[key.partition(".")[0]](**settings)
         assert caught.value.key == key
+
+
+def test_built_in_names_are_checked_without_torch() -> None:
+    program = (
+        "import sys; from freewheel.trainer.options import AlgorithmConfig;"
+        "AlgorithmConfig(loss='ppo_clip', advantage='grpo'); print('torch' in sys.modules)"
+    )
+    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "False\n"
 
 
 def test_settings_are_converted_from_plain_values() -> None:

@@ -166,6 +166,10 @@ def _format_estimate(found: Estimate) -> str:
 
 
 FLAGS = {
+    "model": ("target", "RUN_OR_MODEL"),
+    "task": ("task", "--task"),
+    "data": ("data", "--data"),
+    "prompts": ("prompts", "--prompts"),
     "model.path": ("target", "RUN_OR_MODEL"),
     "data.task": ("task", "--task"),
     "data.train": ("data", "--data"),
@@ -175,17 +179,17 @@ FLAGS = {
     "eval.temperature": ("temperature", "--temperature"),
     "rollout.engine": ("engine", "--engine"),
 }
-"""Key → the parameter and the flag of `eval` that set it."""
+"""Argument of `freewheel.evaluate` or key → the parameter and the flag of `eval` that set it."""
 
 
 @contextlib.contextmanager
 def _name_flags_in_errors(given: Mapping[str, Any]) -> Iterator[None]:
-    """Name the flag instead of the key in errors about a value that came from a flag."""
+    """Name the flag instead of an argument, also of a missing one, and instead of a key if its value came from it."""
     try:
         yield
     except ConfigError as error:
         parameter, flag = FLAGS.get(error.key, ("", ""))
-        if given.get(parameter) is None:
+        if not parameter or ("." in error.key and given.get(parameter) is None):
             raise
         raise error.renamed(flag) from error
 

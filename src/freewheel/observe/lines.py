@@ -287,17 +287,17 @@ _ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 
 
 def read_lines(path: Path, *, refused: Callable[[], object] = lambda: None) -> Iterator[Any]:
-    """Yield the values of a file, during or after writing. Incomplete lines are skipped, and so is the rest of a file
-    that disappears. `refused` is called for each invalid line, except for a last line that may become complete."""
-    try:
-        with path.open("rb") as file:
-            for line in file:
-                if (value := decode_line(_ANY, line)) is not None:
-                    yield value
-                elif line.endswith(b"\n"):
-                    refused()
-    except FileNotFoundError:
+    """Yield the values of a file, during or after writing. Incomplete lines are skipped. `refused` is called for each
+    invalid line, except for a last line that may become complete."""
+    fd = open_regular(path)
+    if fd is None:
         return
+    with os.fdopen(fd, "rb") as file:
+        for line in file:
+            if (value := decode_line(_ANY, line)) is not None:
+                yield value
+            elif line.endswith(b"\n"):
+                refused()
 
 
 BLOCK_BYTES = 8 << 20

@@ -30,7 +30,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from freewheel.observe.lines import read_lines
+import msgspec
+
+from freewheel.observe.lines import Tail, decode_line, read_lines
 from freewheel.observe.metrics import Alerts, describe, numbers, plain, without_nonfinite
 from freewheel.observe.run_folder import METRICS
 from freewheel.utils.files import WholeLines, open_private, private_folder
@@ -372,6 +374,34 @@ def read_metrics(run_dir: str | os.PathLike[str], kind: RowKind | None = None) -
     """Return the rows of a run, all or of one kind, during or after it. Invalid lines are skipped."""
     rows = [row for row in read_lines(Path(run_dir) / METRICS) if isinstance(row, dict)]
     return [row for row in rows if isinstance(row.get("step"), int) and kind in (None, row.get("kind"))]
+
+
+class _Row(msgspec.Struct):
+    kind: str
+    step: int
+
+
+_ROW = msgspec.json.Decoder(_Row)
+
+
+class StepCounter:
+    """Finds the last step with metrics, during or after a run. Reads only what was appended since it looked before."""
+
+    def __init__(self, run_dir: str | os.PathLike[str]) -> None:
+        self._tail = Tail(Path(run_dir) / METRICS)
+        self._step = 0
+        self._lock = threading.Lock()
+
+    def look(self) -> int:
+        """Return the last step; 0 without metrics."""
+        with self._lock:
+            generation, blocks = self._tail.generation, self._tail.look()
+            if self._tail.generation != generation:
+                self._step = 0
+            rows = (decode_line(_ROW, line) for block in blocks for line in block.lines)
+            steps = (row.step for row in rows if row is not None and row.kind in ("step", "eval"))
+            self._step = max([self._step, *steps])
+            return self._step
 
 
 def _close(sink: Sink, level: int) -> None:

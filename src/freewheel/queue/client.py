@@ -5,7 +5,7 @@
     ParameterSynchronizer  confirm_published, fence, … ───────┘
 
 Every method is idempotent: a caller whose queue died repeats the call to the successor. A method with `wait_s` returns
-within that time. If it could not finish, its result says "not yet" (an empty admission, False, None, a starved batch)
+within that time. If it could not finish, its result says "not yet" (an empty admission, False, None, `Starved`)
 and the caller asks again.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from freewheel.data.group import EncodedGroups, Ticket
 from freewheel.queue.ledger import Failure, Frontier
@@ -33,14 +33,19 @@ class Admission:
 
 @dataclass(frozen=True)
 class Taken:
-    """The result of `take`: a batch, `starved` (nothing yet, ask again) or `finished` (nothing will come)."""
+    """The groups of a step."""
 
-    state: Literal["batch", "starved", "finished"]
-    groups: EncodedGroups | None = None
-    waiting_for: str = ""
-    """Where the missing groups of a starved trainer are, in words."""
-    recorded_until: int = 0
+    groups: EncodedGroups
+    recorded_until: int
     """The last committed step. Steps up to it are replayed from the journal exactly as they were trained."""
+
+
+@dataclass(frozen=True)
+class Starved:
+    """The groups of a step are not complete yet: ask again."""
+
+    waiting_for: str
+    """Where the missing groups are, in words."""
 
 
 class QueueClient:
@@ -89,12 +94,12 @@ class QueueClient:
         ready again."""
         return self._call("begin", step)
 
-    def take(self, step: int, *, wait_s: float) -> Answer[Taken]:
+    def take(self, step: int, *, wait_s: float) -> Answer[Taken | Starved | None]:
         """Return the groups of `step`: exactly one batch, fewer only in the last step of a run. Every call returns the
-        same groups; those of a committed step come from the journal."""
+        same groups; those of a committed step come from the journal. None: the run has no more."""
         return self._call("take", step, wait_s=wait_s)
 
-    def replace_stale(self, step: int, sequences: Collection[int], *, wait_s: float) -> Answer[Taken]:
+    def replace_stale(self, step: int, sequences: Collection[int], *, wait_s: float) -> Answer[Taken | Starved | None]:
         """Return groups of `step` that became too old to the stream, and take others in their place."""
         return self._call("replace_stale", step, sequences, wait_s=wait_s)
 

@@ -27,7 +27,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from freewheel.data.group import EncodedGroup, EncodedGroups, Ticket
-from freewheel.queue.client import Admission, Taken
+from freewheel.queue.client import Admission, Starved, Taken
 from freewheel.queue.journal import (
     Abandoned,
     AttemptFailed,
@@ -306,9 +306,9 @@ class MessageQueue:
         for taken in sorted(self._steps):
             await self.give_back(taken)
 
-    async def take(self, step: int, *, wait_s: float) -> Taken:
+    async def take(self, step: int, *, wait_s: float) -> Taken | Starved | None:
         """Return the groups of `step`: always exactly P, except in the last step of a run. A repeated call returns the
-        same groups. Those of a committed step come from the journal, as they were trained."""
+        same groups. Those of a committed step come from the journal, as they were trained. None: there are no more."""
         until = asyncio.get_running_loop().time() + wait_s
 
         def left() -> float:
@@ -327,17 +327,17 @@ class MessageQueue:
                     break
                 return self._batch(recorded)
             if not self._fill(step):
-                return Taken("finished", recorded_until=self.step)
+                return None
             written = self._steps[step].written
             if not await wait_durable([written], left()):
                 break
             if self._is_whole(step) and self._steps[step].written is written:  # unchanged in the meantime
                 return self._batch([self._stored[one] for one in self._steps[step].sequences])
-        return Taken("starved", waiting_for=self.describe_wait(), recorded_until=self.step)
+        return Starved(self.describe_wait())
 
     def _batch(self, stored: list[Stored]) -> Taken:
         groups = EncodedGroups(EncodedGroup(group.ticket, group.min_version, group.data) for group in stored)
-        return Taken("batch", groups, recorded_until=self.step)
+        return Taken(groups, recorded_until=self.step)
 
     def _fill(self, step: int) -> bool:
         """Select the groups that `step` lacks if that is possible. Returns whether the step is whole.
@@ -373,7 +373,7 @@ class MessageQueue:
         took = Took(step, tuple(self._tickets[sequence] for sequence in one.sequences), one.missing)
         one.written = self._write(*events, took)
 
-    async def replace_stale(self, step: int, sequences: Collection[int], *, wait_s: float) -> Taken:
+    async def replace_stale(self, step: int, sequences: Collection[int], *, wait_s: float) -> Taken | Starved | None:
         """Return groups of `step` that became too old to the stream, and take as many others."""
         one = self._steps.get(step)
         if one is not None and step not in self._committing:

@@ -130,7 +130,7 @@ class LengthPenaltyConfig:
             warnings.warn(
                 "num_async_workers does nothing: one engine serves all requests and adapts its concurrency; "
                 "bound it with max_concurrent_requests",
-                DeprecationWarning,
+                FutureWarning,  # Python hides a DeprecationWarning of code outside of `__main__`
                 stacklevel=3,
             )
         self.judge_config()  # raises now what the engine would raise later
@@ -217,7 +217,7 @@ def as_config(given: Any) -> LengthPenaltyConfig:
         return LengthPenaltyConfig()
     if isinstance(given, LengthPenaltyConfig):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # it was given when the config was made
+            warnings.simplefilter("ignore", FutureWarning)  # it was given when the config was made
             return dataclasses.replace(given)
     plain = _plain(given)
     known = [one.name for one in dataclasses.fields(LengthPenaltyConfig)]

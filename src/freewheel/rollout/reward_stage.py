@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -422,21 +422,20 @@ class GroupPolicy:
     """The settings `reward.retries` and `reward.on_failure`, and what they decide for a group. Pure."""
 
     retries: int
-    fallback: float | None = None
-    """The reward of a failed response. None masks it."""
-    raises: bool = False
+    on_failure: float | Literal["mask", "raise"]
+    """A number: the reward of a failed response."""
 
     @classmethod
     def of(cls, on_failure: str | Mapping[str, float], retries: int) -> GroupPolicy:
         """`on_failure`: `mask`, `raise`, or `fallback: NUMBER` as text or as a mapping."""
         if on_failure == "mask":
-            return cls(retries=retries)
+            return cls(retries=retries, on_failure="mask")
         with contextlib.suppress(ConfigError):
             policy = OnFailure.parse(on_failure)
             if policy.kind == "raise":
-                return cls(retries=retries, raises=True)
+                return cls(retries=retries, on_failure="raise")
             if policy.kind == "fallback":
-                return cls(retries=retries, fallback=policy.value)
+                return cls(retries=retries, on_failure=policy.value)
         raise ConfigError("reward.on_failure", on_failure, "choose mask, raise, or 'fallback: NUMBER'")
 
     def decide(self, responses: Sequence[Response], tries: int) -> list[Response] | None:
@@ -447,15 +446,15 @@ class GroupPolicy:
         needed = min(MIN_SCORED, len(responses))
         failures = [one.verdict for one in responses if isinstance(one.verdict, Failed)]
         lost = [one.verdict for one in responses if _is_lost(one)]
-        if self.raises and lost:
+        if self.on_failure == "raise" and lost:
             raise FatalRewardFailure(
                 f"{len(lost)} of {len(responses)} responses could not be scored, and reward.on_failure is 'raise': "
                 f"{lost[0].summary if lost[0] is not None else ''}"
             )
         if _count_rewards(responses) < needed and failures and tries < self.retries:
             return None
-        if self.fallback is not None:
-            responses = [replace(one, reward=self.fallback) if _is_lost(one) else one for one in responses]
+        if isinstance(self.on_failure, float):
+            responses = [replace(one, reward=self.on_failure) if _is_lost(one) else one for one in responses]
         usable = _count_rewards(responses)
         if usable < needed:
             verdicts = [one.verdict for one in responses if math.isnan(one.reward)]

@@ -55,6 +55,18 @@ def compose(
     with or without `.yaml`. `base` replaces the schema's defaults, and then no file is read. `settings`: Python values
     by key, flat (`{"trainer.total_steps": 3}`) or nested; they override everything else.
     """
+    return to_config(merge(overrides, config_path=config_path, config_name=config_name, base=base, settings=settings))
+
+
+def merge(
+    overrides: Sequence[str] = (),
+    *,
+    config_path: str | os.PathLike[str] | None = None,
+    config_name: str | None = None,
+    base: TrainConfig | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return what `compose` checks: plain values by section, one for each key that is given."""
     values: dict[str, Any] = (base or TrainConfig()).to_dict()
     if base is None:
         _set_all(values, _mark(_read_with_defaults(*_find(config_path, config_name))))
@@ -62,7 +74,7 @@ def compose(
         _override(values, text)
     values = _fill_in(values, values)
     _set_all(values, settings or {})
-    return to_config(values)
+    return values
 
 
 def _set_all(values: dict[str, Any], given: Mapping[Any, Any]) -> None:

@@ -3,7 +3,7 @@
     RUN, a checkpoint, a HF folder, a hub id or `embedded` ─▶ Target ─▶ model, task, prompts ─▶ evaluate ─▶ EvalResult
 
 The configuration of a run names its task; any other model needs a task. Used by `freewheel eval` and
-`freewheel.evaluate`.
+`freewheel.evaluate`. Errors name keys, and arguments of `freewheel.evaluate`: model, task, data and prompts.
 """
 
 from __future__ import annotations
@@ -49,17 +49,15 @@ def find_target(name: str) -> Target:
     if not folder.exists() and name.count("/") == 1 and not name.startswith((".", "/", "~")):
         return Target(path=name, run=None)  # a hub id
     if not folder.is_dir():
-        raise ConfigError(
-            "RUN_OR_MODEL", name, "there is no such folder: give a run, a HF folder, a hub id or embedded"
-        )
+        raise ConfigError("model", name, "there is no such folder: give a run, a HF folder, a hub id or embedded")
     if (folder / HF_CONFIG).is_file():
         run = next((up for up in list(folder.absolute().parents)[:_LEVELS_UP] if (up / CONFIG).is_file()), None)
         return Target(path=str(folder), run=load_run(run) if run else None)
     if not (folder / CONFIG).is_file():
-        raise ConfigError("RUN_OR_MODEL", name, f"it has neither {HF_CONFIG} of a model nor {CONFIG} of a run")
+        raise ConfigError("model", name, f"it has neither {HF_CONFIG} of a model nor {CONFIG} of a run")
     found = CheckpointStore(folder, keep_last=1).newest() or folder / BEST
     if not (found / HF_CONFIG).is_file():
-        raise ConfigError("RUN_OR_MODEL", name, "this run has saved no weights yet")
+        raise ConfigError("model", name, "this run has saved no weights yet")
     return Target(path=str(found), run=load_run(folder))
 
 
@@ -75,10 +73,10 @@ def eval_config(
 ) -> TrainConfig:
     """Return the run's configuration with the given settings."""
     if target.run is None and task is None:
-        raise ConfigError("--task", None, "a model without a run has no task: give word_problems, …")
+        raise ConfigError("task", None, "a model without a run has no task: give word_problems, …")
     base = target.run or TrainConfig()
     if (base.eval.prompts if prompts is None else prompts) == 0:
-        raise ConfigError("--prompts", 0, "nothing would be evaluated: give 1 or more")
+        raise ConfigError("prompts", 0, "nothing would be evaluated: give 1 or more")
     settings: dict[str, Any] = {"model.path": target.path}
     settings |= {"model.lora": None, "rollout.replicas": "auto"}  # saved weights have their adapters merged
     if task is not None and task != base.data.task:
@@ -100,15 +98,17 @@ async def run_evaluation(config: TrainConfig, *, keep_responses: bool = False) -
     plan = replace(plan, slots=min(MOST_SLOTS, config.eval.prompts * config.eval.samples))
     try:
         side = RolloutSide(config=config, plan=plan, name="eval", model_path=model_folder(config), trains=False)
-    except PromptsTooLong as error:  # errors name the flags of `freewheel eval`: the user did not set the run's keys
+    except PromptsTooLong as error:
         remedy = f"its prompts are too long for this model ({error.why}): choose another task, other rows or a model"
-        raise ConfigError("--task", config.data.task, remedy) from error
+        raise ConfigError("data.task", config.data.task, remedy) from error
     except EngineError as error:
-        raise ConfigError("--engine", config.rollout.engine, f"it cannot run {config.model.path}: {error}") from error
+        raise ConfigError(
+            "rollout.engine", config.rollout.engine, f"it cannot run {config.model.path}: {error}"
+        ) from error
     try:
         result = await side.evaluate(keep_responses=keep_responses)
         if result is None:
-            raise ConfigError("--data", config.data.eval, "the run names no held-out prompts: give a file")
+            raise ConfigError("data", config.data.eval, "the run names no held-out prompts: give a file")
         if len(side.held_out) < config.eval.prompts:
             log.warning("There are only %d prompts; %d were requested", len(side.held_out), config.eval.prompts)
         return result

@@ -120,8 +120,8 @@ class AlgorithmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def __post_init__(self) -> None:
         check_fields(self, "algorithm.")
         for key, registry in (("loss", LOSSES), ("advantage", ADVANTAGES)):
-            if ":" not in getattr(self, key) and getattr(self, key) != "auto":
-                registry.find(f"algorithm.{key}", getattr(self, key))
+            if getattr(self, key) != "auto":
+                registry.check(f"algorithm.{key}", getattr(self, key))
         for key, remedy in self._find_conflicts():
             raise ConfigError(f"algorithm.{key}", getattr(self, key), remedy)
 
@@ -164,7 +164,7 @@ class AlgorithmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     @property
     def compares_responses(self) -> bool:
         """Whether the estimator needs at least two responses per group."""
-        return self.estimator in ADVANTAGES and not self.uses_critic
+        return self.estimator in ADVANTAGES and not self.uses_critic and self.baseline == "group"
 
     @property
     def normalisation(self) -> Normalise:

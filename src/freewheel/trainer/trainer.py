@@ -29,7 +29,7 @@ from freewheel.data.group import PromptGroup
 from freewheel.observe import trace
 from freewheel.observe.metrics import age_counts, freshness
 from freewheel.observe.spans import ELAPSED, Spans
-from freewheel.queue.client import QueueClient
+from freewheel.queue.client import QueueClient, Taken
 from freewheel.queue.staleness import Bounds
 from freewheel.sync.weights import AnyWeights, Packer, pack
 from freewheel.trainer.backend import Backend, BackendState, Evaluate, MetricsRow, NonFiniteLoss, Publisher
@@ -262,9 +262,9 @@ class FullyAsyncTrainer:
             else:
                 request = self._queue.take(step, wait_s=wait_s)
             taken = await unless_stopped(request, self._stop)
-            if taken is None or taken.state == "finished":
+            if taken is None:
                 return None
-            if taken.groups is not None:
+            if isinstance(taken, Taken):
                 return _Batch(step, taken.groups.decode(), taken.recorded_until)
             log.warning(
                 "No batch for step %d within async_training.batch_timeout = %g s: %s",

@@ -28,7 +28,8 @@ DETAIL_CHARS = 300
 IN_MEMORY = "in_memory"
 """The module name of an object that was given in Python. It exists in the processes of a run and in no file."""
 
-_in_memory: dict[str, Any] = {}
+_in_memory: dict[object, Mapping[str, Any]] = {}
+"""The objects of each user: a run and evaluations, which may overlap in any order."""
 
 
 class Registry(Generic[T]):
@@ -46,13 +47,16 @@ class Registry(Generic[T]):
         """Iterate over the built-in names."""
         return iter(self._entries)
 
-    def find(self, key: str, spec: str) -> T:
-        """Return the built-in object named `spec`, or the object at `module:name`. `key` is the setting's name."""
-        entry = self._entries.get(spec, spec)
-        if not all(entry.partition(":")[::2]):
+    def check(self, key: str, spec: str) -> None:
+        """Refuse a `spec` that is neither a built-in name nor of the form `module:name`. Imports nothing."""
+        if spec not in self._entries and not all(spec.partition(":")[::2]):
             known = ", ".join(self._entries)
             raise ConfigError(key, spec, f"choose {known}, or give module:name of your own, such as {self._example}")
-        return cast("T", find_object(key, entry))
+
+    def find(self, key: str, spec: str) -> T:
+        """Return the built-in object named `spec`, or the object at `module:name`. `key` is the setting's name."""
+        self.check(key, spec)
+        return cast("T", find_object(key, self._entries.get(spec, spec)))
 
 
 def find_object(key: str, spec: str) -> Any:
@@ -61,14 +65,14 @@ def find_object(key: str, spec: str) -> Any:
     if not module_name or not attribute:
         raise ConfigError(key, spec, "give module:name, such as my_package.rewards:score")
     if module_name == IN_MEMORY:
-        if attribute not in _in_memory:
+        if attribute not in (known := objects_in_memory()):
             argument = "reward=the_function" if key == "reward.function" else f"{{{key!r}: the_object}}"
             remedy = (
                 "this object was given in Python and is in no file. Give it again in Python, "
                 f"freewheel.Run(folder).resume({argument}), or name one in a file: {key}=module:name"
             )
             raise ConfigError(key, spec, remedy)
-        return _in_memory[attribute]
+        return known[attribute]
     if module_name.endswith(".py") or "/" in module_name:
         remedy = "give the module's name and not its file, as in my_rewards:score, with its folder on PYTHONPATH"
         raise ConfigError(key, spec, remedy)
@@ -94,20 +98,19 @@ def find_object(key: str, spec: str) -> Any:
 @contextmanager
 def kept_in_memory(objects: Mapping[str, Any]) -> Iterator[None]:
     """Let `in_memory:name` find these objects in this process while the block lasts."""
-    before = dict(_in_memory)
-    _in_memory.update(objects)
+    user = object()
+    _in_memory[user] = dict(objects)
     try:
         yield
     finally:
-        _in_memory.clear()
-        _in_memory.update(before)
+        del _in_memory[user]
 
 
 def receive_in_memory(objects: Mapping[str, Any]) -> None:
     """Let `in_memory:name` find these objects in this process from now on. The processes of a run call it."""
-    _in_memory.update(objects)
+    _in_memory[object()] = dict(objects)
 
 
 def objects_in_memory() -> dict[str, Any]:
     """Return the objects that `in_memory:name` finds in this process, to send them to another process."""
-    return dict(_in_memory)
+    return {name: one for objects in list(_in_memory.values()) for name, one in objects.items()}
