@@ -177,7 +177,7 @@ async def test_a_trainer_that_starts_while_a_commit_is_being_written_gets_that_s
     await one.fill(2)
     await one.take(1)
     assert await one.queue.commit(1, wait_s=NOW_S) is None
-    assert (await one.queue.replace_stale(1, [0], wait_s=NOW_S)).state == "starved"
+    assert isinstance(await one.queue.replace_stale(1, [0], wait_s=NOW_S), Starved)
     await one.queue.begin(0)
     taken = await one.done(one.queue.take(1, wait_s=LONG_S))
     assert (ordinals(taken), taken.recorded_until) == ([0, 1], 1)
