@@ -197,7 +197,7 @@ class EventRow(msgspec.Struct, gc=False, tag_field="kind", tag="event"):
 
 
 class JudgeNumbers(msgspec.Struct):
-    """All endpoints together, and each endpoint, as `Judging.stats` reports them."""
+    """All endpoints together, and each endpoint, as `_Judging.stats` reports them."""
 
     scored: int = 0
     failed: dict[str, int] = {}

@@ -1,6 +1,6 @@
 """TRL's AsyncGRPO: the child process that its worker spawns scores groups with `JudgeReward`.
 
-A server on loopback stands in for vLLM and answers with given texts; everything else is TRL's own.
+A server on loopback takes the place of vLLM and answers with given texts; all other parts are those of TRL.
 """
 
 from __future__ import annotations
